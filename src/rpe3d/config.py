@@ -1,0 +1,246 @@
+"""Parameters as frozen values, checked where they are made.
+
+A wrong parameter raises `ConfigError`: one sentence with the value and the rule, and a hint that says what to
+do. What was accepted once never turns into NaN, a wrong table or a stack trace from inside torch later.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from typing import Any, ClassVar
+
+# Beyond 2^31 a float64 angle p θ is off by more than float32 resolves (2^31 · 2^-53 = 2.4e-7).
+LONGEST = 2**31
+
+
+class ConfigError(ValueError):
+    """A parameter breaks a rule. `str(error)` reads `problem: hint`."""
+
+    def __init__(self, problem: str, hint: str) -> None:
+        super().__init__(f"{problem}: {hint}")
+        self.problem = problem
+        self.hint = hint
+
+
+def whole(name: str, value: object, *, least: int = 1, most: int = LONGEST) -> int:
+    """`value` as an int in [least, most], or a ConfigError that names it."""
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None:
+        raise ConfigError(f"{name} is {value!r}, which is not a whole number", f"give {name} as an int")
+    if not least <= number <= most:
+        raise ConfigError(f"{name} is {number}, outside [{least}, {most}]", f"choose {name} in that range")
+    return number
+
+
+def real(name: str, value: object, *, least: float = 0.0, most: float = math.inf, above: bool = False) -> float:
+    """`value` as a finite float, at least `least` (or above it) and at most `most`, or a ConfigError."""
+    try:
+        number = math.nan if isinstance(value, (bool, str)) else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    low = number > least if above else number >= least
+    if not (math.isfinite(number) and low and number <= most):
+        rule = f"{'above' if above else 'at least'} {least:g}" + (f" and at most {most:g}" if most < math.inf else "")
+        raise ConfigError(f"{name} is {value!r}, which is not a finite number {rule}", f"choose {name} {rule}")
+    return number
+
+
+def flag(name: str, value: object) -> bool:
+    """`value` as a bool, or a ConfigError."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} is {value!r}, which is neither True nor False", f"give {name} as a bool")
+    return value
+
+
+def choice(kind: str, value: object, known: Iterable[str]) -> str:
+    """`value` if it is one of `known`, or a ConfigError that suggests the nearest."""
+    names = list(known)
+    if isinstance(value, str) and value in names:
+        return value
+    near = get_close_matches(str(value), names, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ConfigError(f"{kind} {value!r} is not known", f"{hint}choose one of {', '.join(names)}")
+
+
+def known_keys(kind: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse a keyword that `kind` does not have, naming those that it has."""
+    names = list(known)
+    for key in given:
+        if key not in names:
+            near = get_close_matches(key, names, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            takes = f"it takes {', '.join(names)}" if names else "it takes none"
+            raise ConfigError(f"{kind} has no parameter {key!r}", f"{hint}{takes}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaling:
+    """A model's own frequency scaling, underneath any law. Subclasses mirror Hugging Face's `rope_type`s."""
+
+    rope_type: ClassVar[str]
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        _set(self, factor=real(f"{self.rope_type} factor", self.factor, least=1.0))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"rope_type": self.rope_type, **{f.name: getattr(self, f.name) for f in fields(self)}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearScaling(Scaling):
+    """Every frequency divided by `factor` (position interpolation)."""
+
+    rope_type: ClassVar[str] = "linear"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama3Scaling(Scaling):
+    """Llama 3.1: slow pairs divided by `factor`, fast ones kept, a smooth ramp between."""
+
+    rope_type: ClassVar[str] = "llama3"
+
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        low = real("low_freq_factor", self.low_freq_factor, above=True)
+        _set(
+            self,
+            low_freq_factor=low,
+            high_freq_factor=real("high_freq_factor", self.high_freq_factor, least=low, above=True),
+            original_max_position_embeddings=whole(
+                "original_max_position_embeddings", self.original_max_position_embeddings
+            ),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class YarnScaling(Scaling):
+    """YaRN as a model was trained with it (Peng et al. 2023, arXiv 2309.00071, section 3.2)."""
+
+    rope_type: ClassVar[str] = "yarn"
+
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        slow = real("beta_slow", 1.0 if self.beta_slow is None else self.beta_slow, above=True)
+        fast = real("beta_fast", 32.0 if self.beta_fast is None else self.beta_fast, least=slow, above=True)
+        attention = self.attention_factor
+        if attention is None and self.mscale and self.mscale_all_dim:
+            attention = _mscale(self.factor, self.mscale) / _mscale(self.factor, self.mscale_all_dim)
+        elif attention is None:
+            attention = _mscale(self.factor, 1.0)
+        _set(
+            self,
+            beta_slow=slow,
+            beta_fast=fast,
+            attention_factor=real("attention_factor", attention, above=True),
+            original_max_position_embeddings=whole(
+                "original_max_position_embeddings", self.original_max_position_embeddings
+            ),
+            truncate=flag("truncate", self.truncate),
+        )
+
+
+def _mscale(factor: float, weight: object) -> float:
+    return 0.1 * real("mscale", weight, above=True) * math.log(factor) + 1.0
+
+
+SCALINGS: dict[str, type[Scaling]] = {s.rope_type: s for s in (LinearScaling, Llama3Scaling, YarnScaling)}
+
+
+def make_scaling(parameters: Mapping[str, Any] | Scaling | None) -> Scaling | None:
+    """A Hugging Face `rope_parameters` / `rope_scaling` dict as a value; None for plain RoPE.
+
+    `rope_theta` and `partial_rotary_factor` may stand in the dict and are read elsewhere.
+    """
+    if parameters is None or isinstance(parameters, Scaling):
+        return parameters
+    if not isinstance(parameters, Mapping):
+        raise ConfigError(
+            f"rope_scaling is {parameters!r}, which is not a dict", "pass the model's config.rope_parameters"
+        )
+    given = {k: v for k, v in parameters.items() if k not in ("rope_theta", "partial_rotary_factor")}
+    rope_type = given.pop("rope_type", given.pop("type", "default"))
+    if rope_type == "default":
+        return None
+    cls = SCALINGS[choice("rope_type", rope_type, SCALINGS)]
+    names = [f.name for f in fields(cls)]
+    known_keys(f"rope_type {rope_type!r}", given, names)
+    missing = [f.name for f in fields(cls) if f.name not in given and f.default is _MISSING]
+    if missing:
+        raise ConfigError(f"rope_type {rope_type!r} lacks {', '.join(missing)}", "pass the model's whole dict")
+    return cls(**given)
+
+
+_MISSING = fields(Scaling)[0].default  # dataclasses.MISSING, which no field of ours can equal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rotary:
+    """How the pretrained model turns a head vector: base frequencies, and which dimensions form a pair."""
+
+    head_dim: int
+    rope_theta: float = 10000.0
+    rotary_dim: int | None = None
+    """Leading dimensions that turn; the rest pass through. None: all of them."""
+    interleaved: bool = False
+    """Pairs (2l, 2l + 1) as in GPT-J instead of (l, l + rotary_dim / 2) as in Llama."""
+    scaling: Scaling | None = None
+
+    def __post_init__(self) -> None:
+        head_dim = _even("head_dim", whole("head_dim", self.head_dim, least=2, most=65536))
+        rotary_dim = head_dim if self.rotary_dim is None else whole("rotary_dim", self.rotary_dim, least=2)
+        if rotary_dim > head_dim:
+            raise ConfigError(
+                f"rotary_dim is {rotary_dim}, above head_dim {head_dim}", "lower rotary_dim, or leave it out"
+            )
+        _set(
+            self,
+            head_dim=head_dim,
+            rotary_dim=_even("rotary_dim", rotary_dim),
+            rope_theta=real("rope_theta", self.rope_theta, least=1.0, most=1e100, above=True),
+            interleaved=flag("interleaved", self.interleaved),
+            scaling=make_scaling(self.scaling),
+        )
+
+    @property
+    def pairs(self) -> int:
+        """Number of planes that turn, d/2 for a full rotary head."""
+        assert self.rotary_dim is not None
+        return self.rotary_dim // 2
+
+
+def _even(name: str, value: int) -> int:
+    if value % 2:
+        raise ConfigError(
+            f"{name} is {value}, which is odd", f"rotation turns pairs of dimensions, so {name} must be even"
+        )
+    return value
+
+
+def _set(value: object, **items: object) -> None:
+    """Write checked fields of a frozen dataclass from its own `__post_init__`."""
+    for name, item in items.items():
+        object.__setattr__(value, name, item)
+
+
+freeze = _set
