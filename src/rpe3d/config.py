@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
 from typing import Any, ClassVar
 
@@ -80,6 +80,12 @@ def known_keys(kind: str, given: Iterable[str], known: Iterable[str]) -> None:
             raise ConfigError(f"{kind} has no parameter {key!r}", f"{hint}{takes}")
 
 
+def freeze(value: object, **items: object) -> None:
+    """Write checked fields of a frozen dataclass, from its own `__post_init__`."""
+    for name, item in items.items():
+        object.__setattr__(value, name, item)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
     """A model's own frequency scaling, underneath any law. Subclasses mirror Hugging Face's `rope_type`s."""
@@ -89,7 +95,7 @@ class Scaling:
     factor: float
 
     def __post_init__(self) -> None:
-        _set(self, factor=real(f"{self.rope_type} factor", self.factor, least=1.0))
+        freeze(self, factor=real(f"{self.rope_type} factor", self.factor, least=1.0))
 
     def to_dict(self) -> dict[str, Any]:
         return {"rope_type": self.rope_type, **{f.name: getattr(self, f.name) for f in fields(self)}}
@@ -115,7 +121,7 @@ class Llama3Scaling(Scaling):
     def __post_init__(self) -> None:
         super().__post_init__()
         low = real("low_freq_factor", self.low_freq_factor, above=True)
-        _set(
+        freeze(
             self,
             low_freq_factor=low,
             high_freq_factor=real("high_freq_factor", self.high_freq_factor, least=low, above=True),
@@ -148,7 +154,7 @@ class YarnScaling(Scaling):
             attention = _mscale(self.factor, self.mscale) / _mscale(self.factor, self.mscale_all_dim)
         elif attention is None:
             attention = _mscale(self.factor, 1.0)
-        _set(
+        freeze(
             self,
             beta_slow=slow,
             beta_fast=fast,
@@ -185,13 +191,10 @@ def make_scaling(parameters: Mapping[str, Any] | Scaling | None) -> Scaling | No
     cls = SCALINGS[choice("rope_type", rope_type, SCALINGS)]
     names = [f.name for f in fields(cls)]
     known_keys(f"rope_type {rope_type!r}", given, names)
-    missing = [f.name for f in fields(cls) if f.name not in given and f.default is _MISSING]
+    missing = [f.name for f in fields(cls) if f.name not in given and f.default is MISSING]
     if missing:
         raise ConfigError(f"rope_type {rope_type!r} lacks {', '.join(missing)}", "pass the model's whole dict")
     return cls(**given)
-
-
-_MISSING = fields(Scaling)[0].default  # dataclasses.MISSING, which no field of ours can equal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,13 +216,12 @@ class Rotary:
             raise ConfigError(
                 f"rotary_dim is {rotary_dim}, above head_dim {head_dim}", "lower rotary_dim, or leave it out"
             )
-        _set(
+        freeze(
             self,
             head_dim=head_dim,
             rotary_dim=_even("rotary_dim", rotary_dim),
             rope_theta=real("rope_theta", self.rope_theta, least=1.0, most=1e100, above=True),
             interleaved=flag("interleaved", self.interleaved),
-            scaling=make_scaling(self.scaling),
         )
 
     @property
@@ -235,12 +237,3 @@ def _even(name: str, value: int) -> int:
             f"{name} is {value}, which is odd", f"rotation turns pairs of dimensions, so {name} must be even"
         )
     return value
-
-
-def _set(value: object, **items: object) -> None:
-    """Write checked fields of a frozen dataclass from its own `__post_init__`."""
-    for name, item in items.items():
-        object.__setattr__(value, name, item)
-
-
-freeze = _set

@@ -1,0 +1,30 @@
+"""Positions to angles: every law as a frozen value, and the theory of the paper for any of them."""
+
+from rpe3d.geometry.law import Law
+from rpe3d.geometry.plan import Phase, Region, Turn
+from rpe3d.geometry.registry import LAWS, LawInfo, laws, make_law
+from rpe3d.geometry.theory import (
+    bloch_state,
+    bloch_vector,
+    decay_bound,
+    relative_position_matrix,
+    resolution,
+    score_bound,
+)
+
+__all__ = [
+    "LAWS",
+    "Law",
+    "LawInfo",
+    "Phase",
+    "Region",
+    "Turn",
+    "bloch_state",
+    "bloch_vector",
+    "decay_bound",
+    "laws",
+    "make_law",
+    "relative_position_matrix",
+    "resolution",
+    "score_bound",
+]

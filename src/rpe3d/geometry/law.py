@@ -1,0 +1,158 @@
+"""A law: how positions become angles. The base of every law, and what can be asked of any of them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float64, Int
+from torch import Tensor
+
+from rpe3d.config import ConfigError, Rotary, freeze, whole
+from rpe3d.geometry.frequencies import model_attention_scaling, model_frequencies
+from rpe3d.geometry.plan import Region
+
+
+def parameter(default: Any, text: str) -> Any:
+    """A parameter of a law: its default (None: derived, as the text says) and one line of help."""
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Law(ABC):
+    """Positions to angles, as a frozen value. Subclasses add parameters, `check` them, and give `regions`."""
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    single_position: ClassVar[bool] = True
+    """Whether the angle of every plane is θ_l f with one relative position f (`relative_position`)."""
+
+    pretrained: int
+    context: int
+    rotary: Rotary
+
+    def __post_init__(self) -> None:
+        pretrained = whole("pretrained", self.pretrained, least=2)
+        context = whole("context", self.context)
+        if context < pretrained:
+            raise ConfigError(
+                f"context is {context}, below the pretrained length {pretrained}",
+                "raise context, or use the model as it is",
+            )
+        if not isinstance(self.rotary, Rotary):
+            raise ConfigError(f"rotary is {self.rotary!r}, which is not a Rotary", "pass rotary=Rotary(head_dim=...)")
+        freeze(self, pretrained=pretrained, context=context)
+        freeze(self, **self.check())
+        self.frequencies()  # a law that cannot make its table is refused now, not in the middle of a run
+
+    def check(self) -> dict[str, Any]:
+        """This law's own parameters, checked, with defaults filled in; {} for a law without any."""
+        return {}
+
+    @property
+    @abstractmethod
+    def regions(self) -> tuple[Region, ...]:
+        """The bands of (query, key) pairs and how each turns q and k."""
+
+    @property
+    def factor(self) -> float:
+        """How many times longer than pretrained."""
+        return self.context / self.pretrained
+
+    def model_frequencies(self) -> Float64[Tensor, " l"]:
+        """θ_l of the pretrained model."""
+        return model_frequencies(self.rotary)
+
+    def frequencies(self, length: int | None = None) -> Float64[Tensor, " l"]:
+        """θ_l in force. `length`, the tokens seen, matters to `dynamic` alone; None is the whole context."""
+        return self.model_frequencies()
+
+    @property
+    def attention_scaling(self) -> float:
+        """What cos and sin are multiplied by (YaRN's temperature)."""
+        return model_attention_scaling(self.rotary)
+
+    @property
+    def rate(self) -> float:
+        """Relative position shown per position of the plan (1; PI shows L_p / L)."""
+        return 1.0
+
+    def relative_position(self, query: Tensor | int, key: Tensor | int) -> Float64[Tensor, "..."]:
+        """The relative position f that each pair is shown: plane l is turned by θ_l f between query and key.
+
+        Integer positions, broadcast against each other. NaN for a pair that is not attended to (streaming-llm).
+        """
+        if not self.single_position:
+            raise ConfigError(
+                f"{self.name} has no single relative position, its planes turn by different multiples of θ",
+                "ask law.relative_angles(query, key), which gives one angle per plane",
+            )
+        q, k = _pairs(query, key)
+        f = torch.full(q.shape, torch.nan, dtype=torch.float64)
+        for region in self.regions:
+            seen = region.query.position(q) - region.key.position(k)
+            f = torch.where(region.contains(q, k), seen * self.rate, f)
+        return f
+
+    def relative_angles(
+        self, query: Tensor | int, key: Tensor | int, length: int | None = None
+    ) -> Float64[Tensor, "... l"]:
+        """The angle of every plane between a query and a key: what the score depends on (eqs. 3 and 5)."""
+        q, k = _pairs(query, key)
+        theta = self.frequencies(length)
+        angles = torch.full((*q.shape, len(theta)), torch.nan, dtype=torch.float64)
+        for region in self.regions:
+            seen = (region.query.position(q) - region.key.position(k))[..., None] * theta
+            if region.query.phase is not None:
+                seen = seen + region.query.phase(q // region.query.chunk)[..., None]
+            if region.key.phase is not None:
+                seen = seen - region.key.phase(k // region.key.chunk)[..., None]
+            angles = torch.where(region.contains(q, k)[..., None], seen, angles)
+        return angles
+
+    @classmethod
+    def parameters(cls) -> dict[str, str]:
+        """This law's own parameters and their help."""
+        return {f.name: f.metadata["help"] for f in fields(cls) if "help" in f.metadata}
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready, and the arguments of `make_law` that give this law back."""
+        rotary = self.rotary
+        return {
+            "name": self.name,
+            "pretrained": self.pretrained,
+            "context": self.context,
+            "head_dim": rotary.head_dim,
+            "rope_theta": rotary.rope_theta,
+            "rotary_dim": rotary.rotary_dim,
+            "interleaved": rotary.interleaved,
+            "rope_scaling": rotary.scaling.to_dict() if rotary.scaling else None,
+            **{name: getattr(self, name) for name in self.parameters()},
+        }
+
+
+def _pairs(query: Tensor | int, key: Tensor | int) -> tuple[Int[Tensor, "..."], Int[Tensor, "..."]]:
+    """Both as int64 tensors of one shape."""
+    q, k = _positions("query", query), _positions("key", key)
+    try:
+        q, k = torch.broadcast_tensors(q, k)
+        return q, k
+    except RuntimeError:
+        raise ConfigError(
+            f"query positions {tuple(q.shape)} and key positions {tuple(k.shape)} do not broadcast",
+            "give query[:, None] and key[None, :] for all pairs",
+        ) from None
+
+
+def _positions(name: str, value: Tensor | int) -> Int[Tensor, "..."]:
+    tensor = value if isinstance(value, Tensor) else torch.as_tensor(whole(name, value, least=0))
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool:
+        raise ConfigError(
+            f"{name} positions have dtype {tensor.dtype}", "give integers: bfloat16 cannot tell 256 from 257"
+        )
+    tensor = tensor.to(device="cpu", dtype=torch.int64)
+    if tensor.numel() and tensor.min() < 0:
+        raise ConfigError(f"{name} position {int(tensor.min())} is negative", "positions count from 0")
+    return tensor

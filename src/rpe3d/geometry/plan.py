@@ -1,0 +1,84 @@
+"""What attention executes: which pairs of (query, key) are turned by which angles.
+
+Every law, whatever its name for them, is a short tuple of `Region`s. A region is a band of (query, key) pairs
+together with one `Turn` of the queries and one of the keys; regions do not overlap, and a pair in no region is
+not attended to. All of it is data: five numbers per turn and four per band, so that a reference, a loop of
+library calls and a kernel can execute the same description.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+import torch
+from jaxtyping import Bool, Float64, Int
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """An angle common to all planes that depends on the chunk alone: y(j) = constant + sign · base^(-j)."""
+
+    base: float
+    sign: int
+    constant: float = 0.0
+
+    def __call__(self, chunk: Int[Tensor, "*p"]) -> Float64[Tensor, "*p"]:
+        return self.constant + self.sign * self.base ** -chunk.to(torch.float64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """Position p -> the position x that a vector is turned to; the angle of plane l is θ_l x + y.
+
+    x(p) = min( offset · (p mod chunk) + stride · (p div chunk) + start, ceiling ).  `Turn()` is plain RoPE, x = p.
+    """
+
+    chunk: int = 1
+    offset: float = 0.0
+    stride: float = 1.0
+    start: float = 0.0
+    ceiling: float = inf
+    phase: Phase | None = None
+
+    def position(self, p: Int[Tensor, "*p"]) -> Float64[Tensor, "*p"]:
+        """x(p), in float64."""
+        x = self.offset * (p % self.chunk).to(torch.float64) + self.stride * (p // self.chunk).to(torch.float64)
+        return (x + self.start).clamp(max=self.ceiling)
+
+    def angle(self, p: Int[Tensor, "*p"], frequencies: Float64[Tensor, " l"]) -> Float64[Tensor, "*p l"]:
+        """θ_l x(p) + y(p), the angle by which a vector at p is turned in each plane."""
+        angle = self.position(p)[..., None] * frequencies
+        return angle if self.phase is None else angle + self.phase(p // self.chunk)[..., None]
+
+
+STOCK = Turn()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Region:
+    """Pairs with first <= query div unit - key div unit <= last, and key < keys; how q and k are turned there.
+
+    `unit` 1 makes bands of distances, `unit` c bands of chunk distances. The band is cut by causality when
+    attention executes it; `first` None reaches down to and past the diagonal.
+    """
+
+    unit: int = 1
+    first: int | None = None
+    last: int | None = None
+    keys: int | None = None
+    query: Turn = STOCK
+    key: Turn = STOCK
+
+    def contains(self, query: Int[Tensor, "*p"], key: Int[Tensor, "*p"]) -> Bool[Tensor, "*p"]:
+        """Which of the pairs lie in this region (causality aside)."""
+        steps = query // self.unit - key // self.unit
+        inside = torch.ones_like(steps, dtype=torch.bool)
+        if self.first is not None:
+            inside &= steps >= self.first
+        if self.last is not None:
+            inside &= steps <= self.last
+        if self.keys is not None:
+            inside &= key < self.keys
+        return inside

@@ -1,0 +1,75 @@
+"""Laws by the names that users type."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rpe3d.config import Rotary, Scaling, choice, known_keys, make_scaling
+from rpe3d.geometry.interpolated import Dynamic, Linear, Ntk, Rope, Yarn
+from rpe3d.geometry.law import Law
+from rpe3d.geometry.three_d import Bounded, Definition, DualChunk
+from rpe3d.geometry.windowed import Dca, LeakyReRope, ReRope, SelfExtend, StreamingLlm
+
+LAWS: dict[str, type[Law]] = {
+    law.name: law
+    for law in (
+        Rope,
+        Linear,
+        Ntk,
+        Dynamic,
+        Yarn,
+        Bounded,
+        Definition,
+        DualChunk,
+        Dca,
+        SelfExtend,
+        ReRope,
+        LeakyReRope,
+        StreamingLlm,
+    )
+}
+
+
+@dataclass(frozen=True)
+class LawInfo:
+    """One line about a law, and its own parameters with their help."""
+
+    description: str
+    parameters: Mapping[str, str]
+
+
+def laws() -> dict[str, LawInfo]:
+    """All laws: name -> one-line description and parameters."""
+    return {name: LawInfo(law.summary, law.parameters()) for name, law in LAWS.items()}
+
+
+def make_law(
+    name: str,
+    *,
+    pretrained: int,
+    context: int | None = None,
+    head_dim: int,
+    rope_theta: float = 10000.0,
+    rotary_dim: int | None = None,
+    interleaved: bool = False,
+    rope_scaling: Mapping[str, Any] | Scaling | None = None,
+    **parameters: Any,
+) -> Law:
+    """A law by name, for a model pretrained on `pretrained` positions, up to `context` (default: the same).
+
+    `head_dim`, `rope_theta`, `rotary_dim`, `interleaved` and `rope_scaling` (the model's own `rope_parameters`)
+    describe the model; `parameters` are the law's own, as `laws()` lists them. `make_law(**law.to_dict())` is `law`.
+    """
+    cls = LAWS[choice("law", name, LAWS)]
+    known_keys(f"law {name!r}", parameters, cls.parameters())
+    rotary = Rotary(
+        head_dim=head_dim,
+        rope_theta=rope_theta,
+        rotary_dim=rotary_dim,
+        interleaved=interleaved,
+        scaling=make_scaling(rope_scaling),
+    )
+    context = pretrained if context is None else context
+    return cls(pretrained=pretrained, context=context, rotary=rotary, **parameters)

@@ -1,0 +1,188 @@
+"""Facts 1-6 of DESIGN 2.1 about bounded 3D-RPE, as properties over random parameters and positions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from rpe3d import make_law
+from rpe3d.geometry import decay_bound, resolution
+from rpe3d.geometry.three_d import bounded_regions
+
+SLACK = 1e-9  # float64 rounding of positions up to a few million; no fact turns on less
+
+
+@st.composite
+def parameters(draw):
+    """Those of any valid bounded law: c, A, R and context free within the rules."""
+    chunk = draw(st.integers(1, 700))
+    window = draw(st.integers(1, 12)) * chunk
+    reach = window + chunk + draw(st.integers(0, 9000))
+    pretrained = reach + draw(st.integers(0, 5000))
+    context = draw(st.integers(pretrained, max(pretrained, 1 << 20)))
+    return {"pretrained": pretrained, "context": context, "chunk": chunk, "window": window, "reach": reach}
+
+
+@st.composite
+def parameters_and_pairs(draw):
+    """A law's parameters and causal pairs inside its context, chunk borders and the last token among them."""
+    p = draw(parameters())
+    border = st.integers(0, (p["context"] - 1) // p["chunk"]).map(lambda j: j * p["chunk"])
+    place = st.one_of(
+        st.integers(0, p["context"] - 1),
+        border,
+        border.map(lambda x: max(x - 1, 0)),
+        st.sampled_from([0, p["context"] - 1]),
+    )
+    return p, draw(st.lists(st.tuples(place, place), min_size=1, max_size=30))
+
+
+def bounded(parameters):
+    return make_law("3d-rpe", head_dim=16, **parameters)
+
+
+def built(case):
+    """The law, and the pairs as two tensors."""
+    parameters, ends = case
+    query, key = torch.tensor([max(pair) for pair in ends]), torch.tensor([min(pair) for pair in ends])
+    return bounded(parameters), query, key
+
+
+@given(parameters_and_pairs())
+def test_f_is_the_formula_of_the_design(case):
+    law, query, key = built(case)
+    c, r, near = law.chunk, law.slope, law.near_chunks
+    a = (query // c - key // c).double()
+    within = (query % c - key % c).double()
+    expected = within + c * (r * a + (1 - r) * a.clamp(max=near))
+    torch.testing.assert_close(law.relative_position(query, key), expected, rtol=1e-13, atol=SLACK)
+
+
+@given(parameters_and_pairs())
+def test_pairs_within_the_window_are_exactly_rope(case):
+    """Fact 1: f = p_q - p_k exactly when a <= A."""
+    law, query, key = built(case)
+    near = query // law.chunk - key // law.chunk <= law.near_chunks
+    assert torch.equal(law.relative_position(query, key)[near], (query - key).double()[near])
+
+
+@given(parameters())
+def test_short_inputs_cannot_tell_it_from_rope(parameters):
+    """Fact 1: no pair of an input of at most w + c tokens is changed, bit for bit."""
+    law = bounded(parameters)
+    last = min(law.window + law.chunk, law.context) - 1
+    key = torch.arange(last + 1)
+    assert torch.equal(law.relative_position(last, key), (last - key).double())
+
+
+@given(parameters_and_pairs())
+def test_no_causal_pair_of_two_chunks_sees_a_position_below_one_or_unseen(case):
+    """Fact 2: 1 <= f < R."""
+    law, query, key = built(case)
+    assert 0 <= law.slope <= 1
+    f = law.relative_position(query, key)
+    apart = query // law.chunk > key // law.chunk
+    assert (f[apart] >= 1 - SLACK).all()
+    assert (f < law.reach).all()
+    assert (f >= 0).all()
+
+
+@given(parameters_and_pairs(), st.integers(0, 1000))
+def test_f_depends_on_differences_only(case, chunks):
+    """Fact 3: moving both ends by whole chunks changes nothing."""
+    law, query, key = built(case)
+    moved = chunks * law.chunk
+    f, g = law.relative_position(query, key), law.relative_position(query + moved, key + moved)
+    torch.testing.assert_close(f, g, rtol=1e-12, atol=SLACK)
+
+
+@given(parameters())
+def test_a_key_is_turned_by_its_own_position_alone(parameters):
+    """Fact 3: the context's length enters through the law, never through the prompt, so caches stay exact."""
+    law = bounded(parameters)
+    far = law.regions[1].key
+    assert far.stride == law.chunk * law.slope
+    assert (far.start, far.phase, law.regions[0].key.phase) == (0.0, None, None)
+
+
+@given(st.integers(1, 600), st.integers(1, 9), st.integers(0, 10**6), st.integers(0, 10**6))
+def test_slope_one_is_rope(chunk, near, a, b):
+    """Fact 4, first limit. No reach gives r = 1 exactly, so the regions are asked directly."""
+    query, key = torch.tensor(max(a, b)), torch.tensor(min(a, b))
+    for region in bounded_regions(chunk, near, slope=1.0):
+        if region.contains(query, key):
+            assert region.query.position(query) - region.key.position(key) == query - key
+
+
+@given(st.integers(1, 500), st.integers(0, 2000), st.integers(1, 50_000), st.integers(0, 10**5))
+def test_chunks_of_one_token_are_leaky_rerope(window, more, extra, distance):
+    """Fact 4, second limit: c = 1 is Leaky ReRoPE with window A (whose window counts distances below A)."""
+    reach = window + 1 + more
+    size = {"pretrained": reach, "context": reach + extra, "head_dim": 16}
+    law = make_law("3d-rpe", chunk=1, window=window, reach=reach, **size)
+    leaky = make_law("leaky-rerope", window=window, slope=law.slope, **size) if window < reach else law
+    assume(distance < law.context)
+    torch.testing.assert_close(
+        law.relative_position(distance, 0), leaky.relative_position(distance, 0), rtol=1e-12, atol=SLACK
+    )
+
+
+@given(st.integers(1, 500), st.integers(1, 50_000), st.integers(0, 10**5))
+def test_chunks_of_one_token_with_slope_zero_are_rerope(window, extra, distance):
+    """Fact 4: R = w + c makes r = 0."""
+    size = {"pretrained": window + 1, "context": window + 1 + extra, "head_dim": 16}
+    law = make_law("3d-rpe", chunk=1, window=window, reach=window + 1, **size)
+    rerope = make_law("rerope", window=window, **size)
+    assume(distance < law.context)
+    assert law.slope == 0
+    assert law.relative_position(distance, 0) == rerope.relative_position(distance, 0)
+
+
+@given(parameters_and_pairs())
+def test_neighbours_keep_resolution_one_and_borders_drop_by_a_sawtooth(case):
+    """Facts 5 and 6: one step of the key is one step of f, at any distance; at a far border f drops by c (1 - r)."""
+    law, query, key = built(case)
+    c, near = law.chunk, law.near_chunks
+    key = key.clamp(max=law.context - 2)
+    query = torch.maximum(query, key + 1)
+    step = law.relative_position(query, key) - law.relative_position(query, key + 1)
+    same_chunk = key // c == (key + 1) // c
+    beyond = query // c - (key + 1) // c >= near
+    far_border = ~same_chunk & beyond
+    torch.testing.assert_close(step[~far_border], torch.ones_like(step[~far_border]), rtol=0, atol=SLACK)
+    drop = torch.full_like(step[far_border], 1 - c * (1 - law.slope))
+    torch.testing.assert_close(step[far_border], drop, rtol=1e-12, atol=SLACK)
+    assert c * (1 - law.slope) <= c
+
+
+def test_the_decay_bound_is_evaluated_below_the_reach_only():
+    """Fact 5: R controls long-term decay: every pair's bound is RoPE's at the position it is shown."""
+    law = make_law("3d-rpe", pretrained=4096, context=32768, head_dim=128, chunk=256, window=1024, reach=2560)
+    rope = make_law("rope", pretrained=4096, context=32768, head_dim=128)
+    key = torch.arange(0, 32768, 7)
+    f = law.relative_position(32767, key)
+    theta = rope.frequencies()
+    sums = torch.exp(1j * f[:, None] * theta).cumsum(-1).abs().mean(-1)
+    torch.testing.assert_close(decay_bound(law, 32767, key), sums, rtol=0, atol=1e-9)
+    least = decay_bound(rope, torch.arange(2560), 0).min()
+    assert decay_bound(law, 32767, key).min() > 0.9 * least
+    assert f.max() < 2560
+
+
+def test_resolution_is_one_in_every_plane_within_a_chunk():
+    """Theorem 1, in the planes' own units."""
+    law = make_law("3d-rpe", pretrained=4096, context=32768, head_dim=128, chunk=256, window=1024, reach=2560)
+    key = torch.arange(0, 32000)
+    key = key[key % 256 != 255]
+    torch.testing.assert_close(
+        resolution(law, 32767, key), torch.ones(len(key), 64, dtype=torch.float64), rtol=0, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize(("pretrained", "expected"), [(8192, (512, 2560, 5120)), (2048, (128, 640, 1280))])
+def test_the_default_rule_is_the_documented_one(pretrained, expected):
+    """c = L_p / 16, w = 5/16 L_p, R = 5/8 L_p (docs/log.md)."""
+    law = make_law("3d-rpe", pretrained=pretrained, context=8 * pretrained, head_dim=64)
+    assert (law.chunk, law.window, law.reach) == expected
