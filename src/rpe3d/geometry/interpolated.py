@@ -68,7 +68,7 @@ class Ntk(_NewBase):
 
     def check(self) -> dict[str, Any]:
         alpha = self.factor if self.alpha is None else self.alpha
-        return super().check() | {"alpha": real("alpha", alpha, least=1.0)}
+        return super().check() | {"alpha": real("alpha", alpha, least=1.0, most=1e9)}
 
     def frequencies(self, length: int | None = None) -> Float64[Tensor, " l"]:
         dim = 2 * self.rotary.pairs
@@ -85,11 +85,11 @@ class Dynamic(_NewBase):
     scale: float = parameter(1.0, "s in α = s L / L_p - (s - 1); Hugging Face calls it factor")
 
     def check(self) -> dict[str, Any]:
-        return super().check() | {"scale": real("scale", self.scale, least=1.0)}
+        return super().check() | {"scale": real("scale", self.scale, least=1.0, most=1e9)}
 
     def frequencies(self, length: int | None = None) -> Float64[Tensor, " l"]:
         seen = max(self.pretrained, self.context if length is None else whole("length", length))
-        alpha = self.scale * seen / self.pretrained - (self.scale - 1)
+        alpha = 1 + self.scale * (seen / self.pretrained - 1)
         dim = 2 * self.rotary.pairs
         return plain(dim, ntk_base(dim, self.rotary.rope_theta, alpha))
 
