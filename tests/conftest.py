@@ -1,0 +1,42 @@
+"""What every test can count on: a fixed seed, and kernels that run with or without a GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+# Read when triton is first imported, so before any test module: without a GPU, kernels run in its interpreter.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+# Triton 3.9 warns where this is unset, and warnings are errors here. Fused is what it does anyway.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """Where kernels run: the GPU, or the CPU in Triton's interpreter."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh memory holds NaN, so that an element which a kernel forgets to write cannot pass."""
+
+    def poison(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
+            out = make(*args, **kwargs)
+            return out.fill_(torch.nan) if out.is_floating_point() else out
+
+        return empty
+
+    for name in ("empty", "empty_like", "empty_strided"):
+        monkeypatch.setattr(torch, name, poison(getattr(torch, name)))
