@@ -1,0 +1,250 @@
+"""Attention under a law from the library's own attention calls, merged exactly; exact gradients; linear memory.
+
+The vectors come turned by stock RoPE, so a near region needs nothing and a far one a turn by the difference. Each
+block of the schedule turns its own queries; far keys are turned a slab at a time, which bounds the extra memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float, Float64
+from torch import Tensor
+
+from rpe3d.attention.library import Backend
+from rpe3d.attention.merge import MOST, Part, merge
+from rpe3d.attention.schedule import Block, Call, schedule
+from rpe3d.attention.table import table
+from rpe3d.config import freeze
+from rpe3d.geometry import Law, Region, Turn
+from rpe3d.geometry.plan import STOCK
+from rpe3d.rotation import rotate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """Consecutive queries against consecutive keys under a law. `blocks` is its schedule."""
+
+    law: Law
+    queries: range
+    keys: range
+    frequencies: Float64[Tensor, " l"]
+    scale: float
+    backend: Backend
+    rows: int
+    slab: int = 65536
+    regions: tuple[Region, ...] = field(init=False)
+    blocks: tuple[Block, ...] = field(init=False)
+    """Empty where no schedule fits."""
+
+    def __post_init__(self) -> None:
+        regions = self.law.regions
+        freeze(self, regions=regions, blocks=schedule(regions, self.queries, self.keys, self.rows))
+
+    def slabs(self) -> list[range]:
+        return [range(a, min(a + self.slab, self.keys.stop)) for a in range(0, self.keys.stop, self.slab)]
+
+    def passes(self) -> Iterator[tuple[range, list[tuple[Block, list[Call]]]]]:
+        """One pass per slab of far keys: the first does everything but the far keys of later slabs."""
+        for slab in self.slabs():
+            work = []
+            for block in self.blocks:
+                calls = [cut for call in block.calls if (cut := self._within(call, slab))]
+                if calls:
+                    work.append((block, calls))
+            yield slab, work
+
+    def _within(self, call: Call, slab: range) -> Call | None:
+        """The part of a call that belongs to a slab's pass."""
+        if call.shape != "full" or call.times > 1 or self.regions[call.region].key == STOCK:
+            return call if slab.start == 0 else None
+        start, stop = max(call.key, slab.start), min(call.key + call.columns, slab.stop)
+        return replace(call, key=start, columns=stop - start) if start < stop else None
+
+    def turn(self, x: Tensor, turn: Turn, positions: range, *, back: bool = False) -> Tensor:
+        """Vectors at these positions, from stock RoPE to where `turn` puts them, or back."""
+        if turn == STOCK:
+            return x
+        cos, sin = table(turn, positions, self.frequencies, torch.promote_types(x.dtype, torch.float32))
+        return rotate(x, None, cos, -sin if back else sin, interleaved=self.law.rotary.interleaved)[0]
+
+
+class Blocked(torch.autograd.Function):
+    """softmax(scale · q k*) v for one `Task`; q and k turned by stock RoPE. Gradients run block by block."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, task: Task
+    ) -> tuple[Float[Tensor, "b h t e"], Float[Tensor, "b h t"]]:
+        out, lse = _forward(task, q, k, v)
+        if sinks is not None:
+            merge([(out, lse)], out, lse, sinks=sinks)
+        ctx.task = task
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None]:
+        q, k, v, out, lse, sinks = ctx.saved_tensors
+        dq, dk, dv = _backward(ctx.task, q, k, v, out, lse, do)
+        dsinks = None
+        if sinks is not None:
+            weight = torch.exp(sinks[:, None] - lse) * (do * out).sum(-1)
+            dsinks = -weight.sum((0, 2)).to(sinks.dtype)
+        return dq, dk, dv, dsinks, None
+
+
+def _forward(task: Task, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Run every block of every pass and merge its parts into the result."""
+    if len(task.blocks) == 1 and len(task.blocks[0].calls) == 1:  # a prompt on which nothing is far
+        (call,) = task.blocks[0].calls
+        if task.regions[call.region].query == STOCK == task.regions[call.region].key:
+            return task.backend.forward(q, k, v, call.shape == "causal", task.scale)
+    # In the layout of q: a model's output projection then finds a token's heads together, as with plain attention.
+    out = torch.empty_like(q) if v.shape[3] == q.shape[3] else q.new_empty(*q.shape[:3], v.shape[3])
+    lse = torch.empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+    for slab, work in task.passes():
+        far: dict[Turn, Tensor] = {}
+        for block, calls in work:
+            here = _rows(block.rows, task.queries)
+            total = Part(out[:, :, here], lse[:, :, here])
+            parts = _forward_block(task, q, k, v, block, calls, slab, far)
+            if slab.start:
+                parts.append(total)
+            merge(parts[:MOST], total.out, total.lse)
+            for n in range(MOST, len(parts), MOST - 1):
+                merge([total, *parts[n : n + MOST - 1]], total.out, total.lse)
+            del parts  # before the next block's are made
+    return out, lse
+
+
+def _forward_block(
+    task: Task, q: Tensor, k: Tensor, v: Tensor, block: Block, calls: list[Call], slab: range, far: dict[Turn, Tensor]
+) -> list[Part]:
+    """Run the calls of a block. Regions come one after the other, so one turned copy of the queries lives at a time."""
+    stock = q[:, :, _rows(block.rows, task.queries)]
+    turn, turned = STOCK, stock
+    parts = []
+    for call in calls:
+        region = task.regions[call.region]
+        if region.query != turn:
+            turn, turned = region.query, task.turn(stock, region.query, block.rows)
+        keys, first = _keys(task, k, region.key, call, slab, far)
+        start = call.query - block.rows.start
+        parts.append(
+            _run(
+                task,
+                call,
+                start,
+                _window(turned, start, call.rows, call),
+                _window(keys, call.key - first, call.columns, call),
+                _window(v, call.key, call.columns, call),
+            )
+        )
+    return parts
+
+
+def _keys(task: Task, k: Tensor, turn: Turn, call: Call, slab: range, far: dict[Turn, Tensor]) -> tuple[Tensor, int]:
+    """Turned keys that hold those of the call, and the position of their first."""
+    if turn == STOCK:
+        return k, 0
+    span = range(call.key, call.key + (call.times - 1) * call.step + call.columns)
+    if slab.start <= span.start and span.stop <= slab.stop:
+        if turn not in far:
+            far[turn] = task.turn(k[:, :, slab.start : slab.stop], turn, slab)
+        return far[turn], slab.start
+    return task.turn(k[:, :, span.start : span.stop], turn, span), span.start
+
+
+def _run(task: Task, call: Call, start: int, q: Tensor, k: Tensor, v: Tensor) -> Part:
+    """One library call; its rows begin at `start` in the block."""
+    if call.shape == "reverse":
+        out, lse = task.backend.forward(*_reversed(q, k, v), True, task.scale)
+        return Part(out.flip(2), lse.flip(2), start)
+    out, lse = task.backend.forward(q, k, v, call.shape == "causal", task.scale)
+    return Part(out, lse, start, call.step if call.times > 1 else 0)
+
+
+def _backward(
+    task: Task, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, do: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Every block's backward with the whole row's output and log-sum-exp; sums in at least float32."""
+    precise = torch.promote_types(q.dtype, torch.float32)
+    dq = torch.empty_like(q)
+    dk: dict[Turn, Tensor] = {STOCK: torch.zeros(k.shape, dtype=precise, device=k.device)}
+    dv = torch.zeros(v.shape, dtype=precise, device=v.device)
+    far: dict[Turn, Tensor] = {}
+    for block in task.blocks:
+        here = _rows(block.rows, task.queries)
+        turned: dict[Turn, Tensor] = {STOCK: q[:, :, here]}
+        sums: dict[Turn, Tensor] = {}
+        for call in block.calls:
+            region = task.regions[call.region]
+            if region.query not in turned:
+                turned[region.query] = task.turn(turned[STOCK], region.query, block.rows)
+            if region.query not in sums:
+                sums[region.query] = torch.zeros(turned[STOCK].shape, dtype=precise, device=q.device)
+            if region.key not in dk:
+                dk[region.key] = torch.zeros_like(dk[STOCK])
+                far[region.key] = task.turn(k, region.key, task.keys)
+            rows = call.query - block.rows.start
+            tensors = (
+                _window(do[:, :, here], rows, call.rows, call),
+                _window(turned[region.query], rows, call.rows, call),
+                _window(far.get(region.key, k), call.key, call.columns, call),
+                _window(v, call.key, call.columns, call),
+                _window(out[:, :, here], rows, call.rows, call),
+                _window(lse[:, :, here, None], rows, call.rows, call)[..., 0],
+            )
+            gq, gk, gv = _gradients(task, call, *tensors)
+            _add(sums[region.query], gq, rows, call)
+            _add(dk[region.key], gk, call.key, call)
+            _add(dv, gv, call.key, call)
+        total = [task.turn(g, turn, block.rows, back=True) for turn, g in sums.items()]
+        dq[:, :, here] = sum(total[1:], total[0]) if total else 0
+    keys = [task.turn(g, turn, task.keys, back=True) for turn, g in dk.items()]
+    return dq, sum(keys[1:], keys[0]).to(k.dtype), dv.to(v.dtype)
+
+
+def _gradients(
+    task: Task, call: Call, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The backward of one library call. A reversed one touches neither the last row nor the first column."""
+    if call.shape != "reverse":
+        return task.backend.backward(do, q, k, v, out, lse, call.shape == "causal", task.scale)
+    q, k, v = _reversed(q, k, v)
+    do, out, lse = (x[:, :, :-1].flip(2) for x in (do, out, lse))
+    gq, gk, gv = (g.flip(2) for g in task.backend.backward(do, q, k, v, out, lse, True, task.scale))
+    pad = torch.nn.functional.pad
+    return pad(gq, (0, 0, 0, 1)), pad(gk, (0, 0, 1, 0)), pad(gv, (0, 0, 1, 0))
+
+
+def _reversed(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """column > row becomes column <= row when both are read backwards, without the last row and first column."""
+    return q[:, :, :-1].flip(2), k[:, :, 1:].flip(2), v[:, :, 1:].flip(2)
+
+
+def _rows(rows: range, queries: range) -> slice:
+    return slice(rows.start - queries.start, rows.stop - queries.start)
+
+
+def _window(x: Tensor, start: int, length: int, call: Call) -> Tensor:
+    """x[:, :, start : start + length], or its repetitions as a batch of (overlapping) views."""
+    if call.times == 1:
+        return x[:, :, start : start + length]
+    _, h, t, d = x.stride()
+    shape = (call.times, x.shape[1], length, x.shape[3])
+    return x.as_strided(shape, (call.step * t, h, t, d), x.storage_offset() + start * t)
+
+
+def _add(total: Tensor, part: Tensor, start: int, call: Call) -> None:
+    """Add what `_window` showed. Repetitions that overlap are added a step's width at a time, which do not."""
+    length = part.shape[2]
+    width = min(call.step, length) if call.times > 1 else length
+    for offset in range(0, length, width):
+        piece = part[:, :, offset : offset + width]
+        _window(total, start + offset, piece.shape[2], call).add_(piece)

@@ -1,0 +1,153 @@
+"""What attention takes and returns, checked once for every implementation."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from jaxtyping import Bool, Float, Float64, Int
+from torch import Tensor
+
+from rpe3d.config import ConfigError, flag, real
+from rpe3d.geometry import Law, Turn
+
+Positions = Tensor | range | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """One attention problem, whole and checked. b batch, h query heads, g key heads, t queries, s keys, d head dim.
+
+    Positions stay a `range` where they are one: then nobody has to ask the device what they are.
+    """
+
+    q: Float[Tensor, "b h t d"]
+    k: Float[Tensor, "b g s d"]
+    v: Float[Tensor, "b g s e"]
+    law: Law
+    queries: range | Int[Tensor, "b t"]
+    keys: range | Int[Tensor, "b s"]
+    query_mask: Bool[Tensor, "b t"] | None
+    key_mask: Bool[Tensor, "b s"] | None
+    scale: float
+    softcap: float | None
+    sinks: Float[Tensor, " h"] | None
+    turned: bool
+
+    @property
+    def frequencies(self) -> Float64[Tensor, " l"]:
+        """θ_l in force, on the device of q."""
+        length = None
+        if self.law.name == "dynamic":
+            length = self.keys[-1] + 1 if isinstance(self.keys, range) else int(self.keys.max()) + 1
+        return _frequencies(self.law, length, self.q.device)
+
+    @property
+    def scaling(self) -> float:
+        """What cos and sin are multiplied by: nothing where q and k are turned already."""
+        return 1.0 if self.turned else self.law.attention_scaling
+
+    def angles(self, turn: Turn, positions: Int[Tensor, "*p"], theta: Float64[Tensor, " l"]) -> Float64[Tensor, "*p l"]:
+        """By how much vectors at these positions have still to be turned."""
+        x = turn.position(positions)
+        if self.turned:
+            x = x - positions
+        angle = x[..., None] * theta
+        return angle if turn.phase is None else angle + turn.phase(positions // turn.chunk)[..., None]
+
+    def positions(self) -> tuple[Int[Tensor, "b t"], Int[Tensor, "b s"]]:
+        """Both as tensors, one row per sequence."""
+        return self._tensor(self.queries), self._tensor(self.keys)
+
+    def _tensor(self, positions: range | Tensor) -> Int[Tensor, "b n"]:
+        if isinstance(positions, Tensor):
+            return positions
+        row = torch.arange(positions.start, positions.stop, device=self.q.device)
+        return row.expand(self.q.shape[0], -1)
+
+
+@lru_cache(maxsize=64)
+def _frequencies(law: Law, length: int | None, device: torch.device) -> Float64[Tensor, " l"]:
+    """On the device once: a copy to it would wait for everything that the device still has to do."""
+    return law.frequencies(length).to(device)
+
+
+def check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    law: Law,
+    *,
+    query_positions: Positions = None,
+    key_positions: Positions = None,
+    query_mask: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    turned: bool = False,
+) -> Inputs:
+    """The arguments of `attention` as `Inputs`, or one sentence about what is wrong with them."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 4 or not x.dtype.is_floating_point:
+            raise ConfigError(
+                f"{name} is {tuple(x.shape)} {x.dtype}", "give floating point [batch, heads, tokens, dim]"
+            )
+        if x.dtype != q.dtype or x.device != q.device:
+            raise ConfigError(
+                f"q is {q.dtype} on {q.device}, {name} is {x.dtype} on {x.device}", "move them to one dtype and device"
+            )
+    (b, h, t, d), (g, s) = q.shape, k.shape[1:3]
+    if k.shape[0] != b or v.shape[:3] != k.shape[:3] or k.shape[3] != d:
+        raise ConfigError(
+            f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit",
+            "give q [b, h, t, d], k [b, g, s, d], v [b, g, s, e]",
+        )
+    if t == 0 or s == 0 or b == 0:
+        raise ConfigError(f"there are {b} sequences of {t} queries and {s} keys", "give at least one of each")
+    if g == 0 or h % g:
+        raise ConfigError(f"{h} query heads are not a multiple of {g} key heads", "repeat or drop heads")
+    if law.rotary.head_dim != d:
+        raise ConfigError(
+            f"the law is built for head dimension {law.rotary.head_dim}, the vectors have {d}",
+            f"make the law with head_dim={d}",
+        )
+    if key_positions is None:
+        key_positions = range(s)
+        if query_positions is None and t > s:
+            raise ConfigError(f"{t} queries are more than {s} keys", "give query_positions")
+        query_positions = range(s - t, s) if query_positions is None else query_positions
+    if query_positions is None:
+        raise ConfigError("key_positions are given without query_positions", "give both")
+    for name, mask, shape in (("query_mask", query_mask, (b, t)), ("key_mask", key_mask, (b, s))):
+        if mask is not None and (mask.shape != shape or mask.dtype != torch.bool):
+            raise ConfigError(f"{name} is {tuple(mask.shape)} {mask.dtype}", f"give bool {shape}, False: padding")
+    if sinks is not None and sinks.shape != (h,):
+        raise ConfigError(f"sinks is {tuple(sinks.shape)}", f"give one number per query head, {(h,)}")
+    return Inputs(
+        q=q,
+        k=k,
+        v=v,
+        law=law,
+        queries=_positions("query_positions", query_positions, b, t),
+        keys=_positions("key_positions", key_positions, b, s),
+        query_mask=query_mask,
+        key_mask=key_mask,
+        scale=1 / math.sqrt(d) if scale is None else real("scale", scale, above=True),
+        softcap=None if softcap is None else real("softcap", softcap, above=True),
+        sinks=sinks,
+        turned=flag("turned", turned),
+    )
+
+
+def _positions(name: str, given: Tensor | range, b: int, n: int) -> range | Tensor:
+    """A range of n, or int64 [b, n]."""
+    if isinstance(given, range):
+        if len(given) != n or given.step != 1 or given.start < 0:
+            raise ConfigError(f"{name} is {given} for {n} tokens", f"give range(start, start + {n})")
+        return given
+    if given.dtype.is_floating_point or given.dtype == torch.bool or given.shape not in ((n,), (b, n)):
+        raise ConfigError(f"{name} is {tuple(given.shape)} {given.dtype}", f"give integers {(n,)} or {(b, n)}")
+    return given.to(torch.int64).expand(b, n)

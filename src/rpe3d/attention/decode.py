@@ -1,0 +1,157 @@
+"""Attention of a few queries against a long cache: the decoding step. Equals reference.attend, forward only.
+
+The cache holds keys turned by stock RoPE. Where a law turns all keys of a chunk by one angle, the query is turned back
+by it instead, once per chunk, and the cache is read once, as it is. The kernels are in `decode_kernel`, which is
+imported, with Triton, on the first call.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+
+import torch
+from jaxtyping import Float, Float64
+from torch import Tensor
+
+from rpe3d.attention.contract import Inputs
+from rpe3d.geometry import Law, Phase, Region, Turn
+
+MOST_QUERIES = 16
+LEAST_CHUNK = 16  # a tile ends where its chunk ends, and tensor cores want tiles of 16
+_NEVER = 2.0**31 - 1  # no position and no chunk distance passes it (config.LONGEST)
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def supports(x: Inputs) -> str | None:
+    """Why the kernel cannot run this problem; None if it can.
+
+    Not asked, since the answer lies on the device: key positions given as a tensor must be consecutive from one token
+    to the next (masked keys aside), and not negative.
+    """
+    (_, _, t, d), e = x.q.shape, x.v.shape[3]
+    if x.q.dtype not in _DTYPES:
+        return f"it computes in float32, not in {str(x.q.dtype).removeprefix('torch.')}"
+    if t > MOST_QUERIES:
+        return f"{t} queries are more than {MOST_QUERIES}"
+    if d % 16 or d > 256 or e != d:
+        return f"head dimensions are {d} and {e}, not one multiple of 16 up to 256"
+    if not x.turned:
+        return "its keys must have been turned by stock RoPE"
+    if torch.is_grad_enabled() and any(y.requires_grad for y in (x.q, x.k, x.v)):
+        return "it has no gradient"
+    if any(y.stride(3) != 1 for y in (x.q, x.k, x.v)):
+        return "q, k and v must be contiguous in their last dimension"
+    return plan(x.law).refusal or _machine(x.q.device)
+
+
+def attend(x: Inputs) -> tuple[Float[Tensor, "b h t d"], Float[Tensor, "b h t"]]:
+    """The output and the log-sum-exp of every row, as the reference defines them, for a problem that is supported.
+
+    Nothing waits for the device and nothing is read from it, so that a step can be captured in a CUDA graph: how much
+    of a preallocated cache is in use, the kernel finds out itself. Capture after one call, which makes the law's table.
+    """
+    from rpe3d.attention import decode_kernel
+
+    return decode_kernel.launch(x, plan(x.law), table(x.law, x.q.device))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A law as the kernel runs it: the chunk that tiles keep to (None: no chunks), and which regions turn q at all."""
+
+    chunk: int | None = None
+    turning: tuple[bool, ...] = ()
+    refusal: str | None = None
+
+
+@lru_cache(maxsize=64)
+def plan(law: Law) -> Plan:
+    """How the kernel runs a law. The cache saves a decoding step the making of regions, and holds nothing else."""
+    chunks, turning = set(), []
+    for region in law.regions:
+        if region.unit > 1:
+            chunks.add(region.unit)
+        still = _still(region.key)
+        if not still:
+            if not _whole_chunks(region.key):
+                return Plan(refusal="its far keys turn token by token")
+            chunks.add(region.key.chunk)
+        turning.append(not (still and _still(region.query)))
+    if len(chunks) > 1:
+        return Plan(refusal=f"its regions have chunks of {sorted(chunks)} tokens")
+    chunk = chunks.pop() if chunks else None
+    if chunk is not None and chunk < LEAST_CHUNK:
+        return Plan(refusal=f"its chunks of {chunk} tokens are shorter than {LEAST_CHUNK}")
+    return Plan(chunk=chunk, turning=tuple(turning))
+
+
+def _still(turn: Turn) -> bool:
+    """x(p) = p everywhere, and no phase: plain RoPE."""
+    same = turn.stride == turn.chunk and (turn.chunk == 1 or turn.offset == 1)
+    return same and turn.start == 0 and turn.ceiling == math.inf and turn.phase is None
+
+
+def _whole_chunks(turn: Turn) -> bool:
+    """x(p) - p is the same for all tokens of a chunk, and chunks are more than tokens."""
+    return turn.chunk > 1 and turn.offset == 1 and turn.ceiling == math.inf
+
+
+@lru_cache(maxsize=64)
+def table(law: Law, device: torch.device) -> Float64[Tensor, " n"]:
+    """All numbers of a law that the kernel reads, on the device: `region_row` of each region, then θ_l / 2π.
+
+    A pure function of a frozen law. It is cached because a copy to the device has no place in a captured graph, and it
+    is float64 because a kernel's own scalars are float32, which at position 1,000,000 is off by 0.06.
+    """
+    rows = [number for region in law.regions for number in region_row(region)]
+    theta = law.frequencies() if any(plan(law).turning) else torch.zeros(0, dtype=torch.float64)
+    return torch.cat([torch.tensor(rows, dtype=torch.float64), theta / (2 * math.pi)]).to(device)
+
+
+def region_row(region: Region) -> list[float]:
+    """A region in sixteen numbers; angles in whole turns, so that the kernel drops them by rounding.
+
+    The band, the query's turn, and the key's as its shift x(p) - p = slope · j + start in chunk j.
+    """
+    query, key = region.query, region.key
+    chunkwise = not _still(key)
+    return [
+        min(float(region.unit), _NEVER),
+        float(region.first or 0),  # causality cuts below the diagonal anyway
+        _NEVER if region.last is None else float(region.last),
+        _NEVER + 1 if region.keys is None else float(region.keys),
+        min(float(query.chunk), _NEVER),
+        query.offset,
+        query.stride,
+        query.start,
+        query.ceiling,
+        key.stride - key.chunk if chunkwise else 0.0,
+        key.start if chunkwise else 0.0,
+        *_phase(query.phase),
+        *_phase(key.phase),
+        (_constant(query.phase) - _constant(key.phase)) / (2 * math.pi),
+    ]
+
+
+def _phase(phase: Phase | None) -> tuple[float, float]:
+    """(s, e) with s · 2^(-e j) the part of a phase that depends on the chunk, in turns."""
+    return (0.0, 0.0) if phase is None else (phase.sign / (2 * math.pi), math.log2(phase.base))
+
+
+def _constant(phase: Phase | None) -> float:
+    return 0.0 if phase is None else phase.constant
+
+
+def _machine(device: torch.device) -> str | None:
+    """What the machine lacks."""
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    if device.type != "cuda":
+        from rpe3d.attention import decode_kernel
+
+        if not decode_kernel.INTERPRETED:
+            return f"it runs on a GPU, not on {device}"
+    return None

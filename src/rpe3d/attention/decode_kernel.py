@@ -1,0 +1,518 @@
+# mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
+"""Flash-decoding under a law: two Triton kernels. `decode` says what they compute and for which problems.
+
+The queries of all heads that share a key head are the rows of one tile, so that every key and value is read once. For
+one query row a region of a law is an interval of positions. The tiles of all regions, one after the other, are dealt
+out evenly to the splits, which compute partial attentions that the second kernel merges. Which keys there are to deal
+out follows from the positions, on the device: the grid depends on the size of the cache alone.
+
+Memory bound: at head dimension 128 in bf16 a key and its value are 512 bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from functools import cache
+from typing import Any, no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rpe3d.attention.contract import Inputs
+from rpe3d.attention.decode import Plan
+
+LEAST_KEYS = 256  # of a split: with fewer, merging costs more than it saves
+WAVES = 2  # programs per multiprocessor: as many as are resident at once with the tiles chosen below
+ROW = tl.constexpr(16)  # numbers per region in the table
+NEVER = tl.constexpr(2**31 - 1)
+LOG2_E = math.log2(math.e)
+
+
+@triton.jit
+@no_type_check
+def _first_token(mask, mask_s, keys, BLOCK: tl.constexpr):
+    """The index of the first key that is not masked; the last index where all are."""
+    n = 0
+    found = keys
+    while (found == keys) & (n < keys):
+        i = n + tl.arange(0, BLOCK)
+        live = tl.load(mask + i.to(tl.int64) * mask_s, mask=i < keys, other=0)
+        found = tl.min(tl.where(live != 0, i, keys), 0)
+        n += BLOCK
+    return tl.minimum(found, keys - 1)
+
+
+@triton.jit
+@no_type_check
+def _band(row, p, start, stop):
+    """The keys [low, high) that queries at p see in a region, of those in [start, stop): Region.contains, causally."""
+    unit = tl.load(row).to(tl.int32)  # positions fit into 32 bits, where division is several times cheaper
+    first = tl.load(row + 1).to(tl.int64)
+    last = tl.load(row + 2).to(tl.int64)
+    keys = tl.load(row + 3).to(tl.int64)
+    chunk = (p.to(tl.int32) // unit).to(tl.int64)
+    low = tl.maximum((chunk - last) * unit, start)
+    high = tl.minimum(tl.minimum((chunk - first + 1) * unit, p + 1), tl.minimum(keys, stop))
+    return low, high
+
+
+@triton.jit
+@no_type_check
+def _tile_of(p, chunk, per_chunk, BLOCK_N: tl.constexpr):
+    """The tile that holds position p; tiles count through the chunks, and none straddles two."""
+    p = p.to(tl.int32)
+    j = p // chunk
+    return j * per_chunk + (p - j * chunk) // BLOCK_N
+
+
+@triton.jit
+@no_type_check
+def _tiles(row, lowest, highest, start, stop, chunk, per_chunk, BLOCK_N: tl.constexpr):
+    """A region's keys [low, high) for queries at lowest .. highest, its first tile, and how many there are."""
+    low, _ = _band(row, lowest, start, stop)
+    _, high = _band(row, highest, start, stop)
+    first_tile = _tile_of(low, chunk, per_chunk, BLOCK_N)
+    last_tile = _tile_of(tl.maximum(high - 1, 0), chunk, per_chunk, BLOCK_N)
+    return low, high, first_tile, tl.where(high > low, last_tile - first_tile + 1, 0)
+
+
+@triton.jit
+@no_type_check
+def _query_turn(row, p):
+    """Turn.position(p) - p less the key's start, and the phase in turns: what does not depend on the key's chunk."""
+    chunk = tl.load(row + 4).to(tl.int32)
+    j = (p.to(tl.int32) // chunk).to(tl.int64)
+    x = tl.load(row + 5) * (p - j * chunk).to(tl.float64) + tl.load(row + 6) * j.to(tl.float64) + tl.load(row + 7)
+    x = tl.minimum(x, tl.load(row + 8)) - p.to(tl.float64) - tl.load(row + 10)
+    phase = tl.load(row + 11) * tl.exp2((-tl.load(row + 12) * j.to(tl.float64)).to(tl.float32)).to(tl.float64)
+    return x, phase + tl.load(row + 15)
+
+
+@triton.jit
+@no_type_check
+def _turned(
+    q,
+    live,
+    row,
+    theta,
+    x,
+    phase,
+    j,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """The query rows turned to where their region shows them to key chunk j: by θ (x - slope · j) + phases.
+
+    Angles are float64 until whole turns are dropped. q comes from memory again, since registers are dearer.
+    """
+    d = tl.arange(0, WIDTH)[None, :]
+    if INTERLEAVED:
+        pair = d // 2
+        partner = d + 1 - 2 * (d % 2)
+        sign = 2.0 * (d % 2) - 1.0
+    else:
+        pair = d % PAIRS
+        partner = tl.where(d < PAIRS, d + PAIRS, d - PAIRS)
+        sign = tl.where(d < PAIRS, -1.0, 1.0)
+    pairs = d < 2 * PAIRS
+    j = j.to(tl.float64)
+    phase -= tl.load(row + 13) * tl.exp2((-tl.load(row + 14) * j).to(tl.float32)).to(tl.float64)
+    turns = tl.load(theta + pair, mask=pairs, other=0.0) * (x - tl.load(row + 9) * j)[:, None] + phase[:, None]
+    angle = (turns - tl.floor(turns + 0.5)).to(tl.float32) * 6.283185307179586
+    cos = tl.where(pairs, tl.cos(angle), 1.0)
+    sin = tl.sin(angle) * sign
+    here = tl.load(q + d, mask=live & (d < DIM), other=0.0)
+    there = tl.load(q + partner, mask=live & pairs, other=0.0)
+    return (here.to(tl.float32) * cos + there.to(tl.float32) * sin).to(here.dtype)
+
+
+@triton.jit
+@no_type_check
+def _dot(a, b, acc, WIDEN: tl.constexpr):
+    """a b + acc. WIDEN: for Triton's interpreter, which multiplies bf16 as integers; the product is the same."""
+    if WIDEN:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+@no_type_check
+def _merged_sink(largest, total, sink):
+    """A row's maximum and sum (in base 2) with one more logit in them, and what the row's output shrinks by."""
+    sink *= 1.4426950408889634
+    larger = tl.maximum(largest, sink)
+    safe = tl.where(larger == float("-inf"), 0.0, larger)
+    kept = tl.exp2(largest - safe)
+    return larger, total * kept + tl.exp2(sink - safe), kept
+
+
+# What changes from step to step must not compile a new kernel in the middle of a text.
+_STEPS = ["query_start", "key_start", "keys", "query_positions_b", "key_positions_b", "query_mask_b", "key_mask_b"]
+_UNALIGNED = ["query_positions", "key_positions", "query_mask", "key_mask", "sinks"]
+
+
+@triton.jit(
+    do_not_specialize=[*_STEPS, "query_positions_t", "query_mask_t", "chunk", "per_chunk", "splits"],
+    do_not_specialize_on_alignment=_UNALIGNED,
+)
+@no_type_check
+def _decode_kernel(
+    q,
+    k,
+    v,
+    out,
+    lse,
+    sinks,
+    table,
+    query_positions,
+    key_positions,
+    query_mask,
+    key_mask,
+    query_start,
+    key_start,
+    keys,
+    chunk,
+    per_chunk,
+    splits,
+    scale,
+    softcap,
+    q_b,
+    q_h,
+    q_t,
+    k_b,
+    k_h,
+    k_s,
+    v_b,
+    v_h,
+    v_s,
+    out_b,
+    out_h,
+    out_t,
+    query_positions_b,
+    query_positions_t,
+    key_positions_b,
+    key_positions_s,
+    query_mask_b,
+    query_mask_t,
+    key_mask_b,
+    key_mask_s,
+    QUERIES: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    REGIONS: tl.constexpr,
+    TURNING: tl.constexpr,
+    SPLIT: tl.constexpr,
+    LEAST_TILES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """BLOCK_M rows (queries x heads of one group) against one split of the keys.
+
+    With SPLIT, out is the scratch [b, h, t, splits, d] and lse its [b, h, t, splits], in base 2; a split without keys
+    writes -inf there and nothing else. Without, they are the results.
+    """
+    split = tl.program_id(0)
+    BLOCKS: tl.constexpr = (QUERIES * GROUP + BLOCK_M - 1) // BLOCK_M
+    group = tl.program_id(1) // BLOCKS
+    b = tl.program_id(2).to(tl.int64)
+    heads = tl.num_programs(1) // BLOCKS * GROUP
+
+    # Rows: the queries of a head follow each other. Their positions: one for all rows where there is one query.
+    m = (tl.program_id(1) % BLOCKS) * BLOCK_M + tl.arange(0, BLOCK_M)
+    head, t = group * GROUP + m // QUERIES, m % QUERIES
+    live = m < QUERIES * GROUP
+    if QUERIES == 1:
+        query = tl.arange(0, 1)
+        token = query == 0
+    else:
+        query = t
+        token = live
+    if query_positions is None:
+        p = query_start + query.to(tl.int64)
+    else:
+        p = tl.load(query_positions + b * query_positions_b + query * query_positions_t, mask=token, other=-1)
+    if query_mask is not None:
+        token = token & (tl.load(query_mask + b * query_mask_b + query * query_mask_t, mask=token, other=0) != 0)
+    p = tl.where(token, p, -1)  # sees nothing
+    highest = tl.max(p, 0)
+    lowest = highest if QUERIES == 1 else tl.min(tl.where(token, p, NEVER), 0)
+
+    # Keys: those at positions start .. stop exist, the one at p has index p - offset.
+    if key_positions is None:
+        offset = tl.zeros([], tl.int64) + key_start
+    else:
+        n = 0
+        if key_mask is not None:
+            n = _first_token(key_mask + b * key_mask_b, key_mask_s, keys, 4096)
+        offset = tl.load(key_positions + b * key_positions_b + n * key_positions_s) - n
+    start, stop = tl.maximum(offset, 0), offset + keys
+    k += b * k_b + group.to(tl.int64) * k_h
+    v += b * v_b + group.to(tl.int64) * v_h
+
+    tiles = 0
+    for r in tl.static_range(REGIONS):
+        _, _, _, count = _tiles(table + r * ROW, lowest, highest, start, stop, chunk, per_chunk, BLOCK_N)
+        tiles += count
+    share = tl.maximum(tl.cdiv(tiles, splits), LEAST_TILES)
+    begin = split * share
+    end = tl.minimum(begin + share, tiles)
+
+    d = tl.arange(0, WIDTH)[None, :]
+    column = tl.arange(0, BLOCK_N)
+    q += b * q_b + head[:, None].to(tl.int64) * q_h + t[:, None] * q_t
+    stock = tl.load(q + d, mask=live[:, None] & (d < DIM), other=0.0)
+    largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+
+    before = 0
+    for r in tl.static_range(REGIONS):
+        row = table + r * ROW
+        low, high, first_tile, count = _tiles(row, lowest, highest, start, stop, chunk, per_chunk, BLOCK_N)
+        row_low, row_high = _band(row, p, start, stop)
+        turned = stock
+        turned_for = -1
+        if (TURNING >> r) & 1:
+            x, phase = _query_turn(row, p)
+        for tile in range(first_tile + tl.maximum(begin - before, 0), first_tile + tl.minimum(end - before, count)):
+            j = tile // per_chunk
+            within = (tile - j * per_chunk) * BLOCK_N
+            position = j.to(tl.int64) * chunk + within
+            # Rows of the tile, as columns from `position` on: those that exist, and those that a query sees.
+            left = tl.maximum(low - position, 0).to(tl.int32)
+            right = tl.minimum(high - position, tl.minimum(chunk - within, BLOCK_N)).to(tl.int32)
+            exist = (column >= left) & (column < right)
+            index = position - offset
+            if key_mask is not None:  # asked for before the keys, which take as long
+                mask = tl.load(key_mask + b * key_mask_b + (index + column) * key_mask_s, mask=exist, other=0)
+            if (TURNING >> r) & 1:  # noqa: SIM102 (a question to the compiler, then one to the device)
+                if j != turned_for:
+                    theta = table + REGIONS * ROW
+                    turned = _turned(q, live[:, None], row, theta, x, phase, j, DIM, WIDTH, PAIRS, INTERLEAVED)
+                    turned_for = j
+            rows = exist[:, None] & (d < DIM)
+            key = tl.load(k + index * k_s + column[:, None] * k_s + d, mask=rows, other=0.0)
+            score = _dot(turned, tl.trans(key), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), WIDEN) * scale
+            if softcap is not None:
+                fall = tl.exp2(-2.8853900817779268 * tl.abs(score))
+                score = softcap * tl.where(score < 0, -1.0, 1.0) * (1.0 - fall) / (1.0 + fall)
+            seen = exist[None, :]
+            if QUERIES > 1:
+                seen = seen & (column[None, :] >= (row_low - position)[:, None])
+                seen = seen & (column[None, :] < (row_high - position)[:, None])
+            if key_mask is not None:
+                seen = seen & (mask != 0)[None, :]
+            score = tl.where(seen, score, float("-inf"))
+
+            larger = tl.maximum(largest, tl.max(score, 1))
+            safe = tl.where(larger == float("-inf"), 0.0, larger)
+            weight = tl.exp2(score - safe[:, None])
+            kept = tl.exp2(largest - safe)
+            total = total * kept + tl.sum(weight, 1)
+            value = tl.load(v + index * v_s + column[:, None] * v_s + d, mask=rows, other=0.0)
+            acc = _dot(weight.to(value.dtype), value, acc * kept[:, None], WIDEN)
+            largest = larger
+        before += count
+
+    if sinks is not None and not SPLIT:
+        sink = tl.load(sinks + head, mask=live, other=0.0).to(tl.float32)
+        largest, total, kept = _merged_sink(largest, total, sink)
+        acc *= kept[:, None]
+    divisor = tl.where(total == 0.0, 1.0, total)
+    acc = acc / divisor[:, None]
+    log = tl.where(total == 0.0, float("-inf"), largest + tl.log2(divisor))
+    at = (b * heads + head) * QUERIES + t
+    if SPLIT:
+        at = at * splits + split
+        tl.store(lse + at, log, mask=live)
+        wrote = m < tl.where(begin < tiles, QUERIES * GROUP, 0)
+        tl.store(out + at[:, None] * DIM + d, acc, mask=wrote[:, None] & (d < DIM))
+    else:
+        out += b * out_b + head[:, None].to(tl.int64) * out_h + t[:, None] * out_t
+        tl.store(lse + at, log * 0.6931471805599453, mask=live)
+        tl.store(out + d, acc.to(out.dtype.element_ty), mask=live[:, None] & (d < DIM))
+
+
+@triton.jit(do_not_specialize=["splits"])
+@no_type_check
+def _merge_kernel(
+    parts,
+    logs,
+    out,
+    lse,
+    sinks,
+    splits,
+    out_b,
+    out_h,
+    out_t,
+    HEADS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """One row of the result per program, from its splits."""
+    at = tl.program_id(0).to(tl.int64)
+    h, t = (at // QUERIES) % HEADS, at % QUERIES
+    parts += at * splits * DIM
+    logs += at * splits
+    every = tl.arange(0, BLOCK_S)
+    log = tl.load(logs + every, mask=every < splits, other=float("-inf"))
+    largest = tl.max(log, 0)
+    safe = tl.where(largest == float("-inf"), 0.0, largest)
+    total = tl.sum(tl.exp2(log - safe), 0)
+
+    d = tl.arange(0, WIDTH)[None, :]
+    acc = tl.zeros([WIDTH], tl.float32)
+    for first in range(0, splits, STEP):
+        some = first + tl.arange(0, STEP)
+        weight = tl.exp2(tl.load(logs + some, mask=some < splits, other=float("-inf")) - safe)
+        wrote = (weight > 0.0)[:, None] & (d < DIM)
+        part = tl.load(parts + some[:, None] * DIM + d, mask=wrote, other=0.0)
+        acc += tl.sum(part * weight[:, None], 0)
+    if sinks is not None:
+        largest, total, kept = _merged_sink(largest, total, tl.load(sinks + h).to(tl.float32))
+        acc *= kept
+    divisor = tl.where(total == 0.0, 1.0, total)
+    acc = acc / divisor
+    merged = tl.where(total == 0.0, float("-inf"), largest + tl.log2(divisor))
+    tl.store(lse + at, merged * 0.6931471805599453)
+    out += at // (HEADS * QUERIES) * out_b + h * out_h + t * out_t
+    tl.store(out + d, acc[None, :].to(out.dtype.element_ty), mask=d < DIM)
+
+
+INTERPRETED = not isinstance(_decode_kernel, triton.JITFunction)
+"""The kernels run in Triton's interpreter, and so take CPU tensors."""
+
+
+def _cdiv(n: int, step: int) -> int:
+    return -(-n // step)
+
+
+def _power(n: int) -> int:
+    """The power of two from n on. Triton's own functions of this kind take microseconds, several times a step."""
+    return 1 << (n - 1).bit_length()
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 4
+
+
+def split(programs: int, keys: int, processors: int) -> int:
+    """Into how many parts the keys of each of `programs` row tiles go: WAVES programs per multiprocessor in all."""
+    return max(1, min(round(WAVES * processors / programs), _cdiv(keys, LEAST_KEYS)))
+
+
+def tile(rows: int, width: int, itemsize: int, chunk: int | None) -> dict[str, int]:
+    """Blocks and launch options.
+
+    A tile of keys and one of values are 32 KB; three stages keep two pairs of them in shared memory, so that two
+    programs fit on a multiprocessor of an H200 with 128 KB on the way from memory, about twice what hides its latency.
+    Eight warps where four would spill registers. A tile ends with its chunk, so a short chunk takes a short tile.
+    """
+    block_m = min(64, max(16, _power(rows)))
+    block_n = max(16, min(128, 16384 // (width * itemsize)))
+    if chunk is not None:
+        block_n = min(block_n, _power(chunk))
+    return {
+        "block_m": block_m,
+        "block_n": block_n,
+        "num_warps": 4 if block_m == 16 and itemsize == 2 else 8,
+        "num_stages": 3,
+    }
+
+
+def launch(x: Inputs, plan: Plan, table: Tensor, *, splits: int | None = None, **options: int) -> tuple[Tensor, Tensor]:
+    """Run the problem; `split` and `tile` choose what is not given."""
+    (b, h, t, d), (g, s) = x.q.shape, x.k.shape[1:3]
+    width = _power(d)
+    options = tile(h // g * t, width, x.q.element_size(), plan.chunk) | options
+    block_m, block_n = options.pop("block_m"), options.pop("block_n")
+    least_tiles = options.pop("least_tiles", max(1, LEAST_KEYS // block_n))
+    blocks = _cdiv(h // g * t, block_m)
+    splits = splits or split(b * g * blocks, s, _processors(x.q.device))
+
+    out = torch.empty_like(x.q)
+    lse = torch.empty(b, h, t, dtype=torch.float32, device=x.q.device)
+    parts, logs = out, lse
+    if splits > 1:
+        rows = b * h * t * splits
+        scratch = torch.empty(rows * (d + 1), dtype=torch.float32, device=x.q.device)
+        parts, logs = scratch[: rows * d], scratch[rows * d :]
+    chunk = block_n if plan.chunk is None else plan.chunk  # without chunks, tiles are as good
+    tensors, strides = _optional(x)
+    sinks = None if x.sinks is None else x.sinks.contiguous()
+    common: dict[str, Any] = {"QUERIES": t, "DIM": d, "WIDTH": width}
+    with torch.cuda.device(x.q.device) if x.q.is_cuda else nullcontext():
+        _decode_kernel[(splits, g * blocks, b)](
+            x.q,
+            x.k,
+            x.v,
+            parts,
+            logs,
+            sinks,
+            table,
+            *tensors,
+            x.queries.start if isinstance(x.queries, range) else 0,
+            x.keys.start if isinstance(x.keys, range) else 0,
+            s,
+            chunk,
+            _cdiv(chunk, block_n),
+            splits,
+            x.scale / x.softcap if x.softcap else x.scale * LOG2_E,
+            x.softcap * LOG2_E if x.softcap else None,
+            *x.q.stride()[:3],
+            *x.k.stride()[:3],
+            *x.v.stride()[:3],
+            *out.stride()[:3],
+            *strides,
+            GROUP=h // g,
+            PAIRS=x.law.rotary.pairs,
+            INTERLEAVED=x.law.rotary.interleaved,
+            REGIONS=len(plan.turning),
+            TURNING=sum(turns << r for r, turns in enumerate(plan.turning)),
+            SPLIT=splits > 1,
+            LEAST_TILES=least_tiles,
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            WIDEN=INTERPRETED,
+            **common,
+            **options,
+        )
+        if splits > 1:
+            block_s = _power(splits)
+            _merge_kernel[(b * h * t,)](
+                parts,
+                logs,
+                out,
+                lse,
+                sinks,
+                splits,
+                *out.stride()[:3],
+                HEADS=h,
+                BLOCK_S=block_s,
+                STEP=min(block_s, 32),
+                **common,
+                num_warps=4,
+            )
+    return out, lse
+
+
+def _optional(x: Inputs) -> tuple[list[Tensor | None], list[int]]:
+    """Positions and masks that are tensors, each None where it is not; and the two strides of each."""
+    given = [x.queries, x.keys, x.query_mask, x.key_mask]
+    tensors = [y if isinstance(y, Tensor) else None for y in given]
+    # Masks as bytes, which is what a kernel loads; a view, no copy.
+    tensors = [y.view(torch.uint8) if y is not None and y.dtype == torch.bool else y for y in tensors]
+    return tensors, [stride for y in tensors for stride in ((0, 0) if y is None else y.stride())]

@@ -1,0 +1,117 @@
+"""Partial attentions of the same rows, merged exactly: softmax over a union of keys from softmaxes over its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from rpe3d.config import ConfigError, choice
+
+IMPLS = ("auto", "torch", "triton")
+MOST = 6
+_HAS_TRITON = find_spec("triton") is not None
+
+
+class Part(NamedTuple):
+    """The output of attention over some keys and the natural log of its denominator, for some of the rows.
+
+    Row r of `out` [b, h, rows, e] is row start + r of the result. With `step`, the first dimension is no batch but
+    repetitions: row r of out[n] is row start + n · step + r of the only sequence.
+    """
+
+    out: Float[Tensor, "n h rows e"]
+    lse: Float[Tensor, "n h rows"]
+    start: int = 0
+    step: int = 0
+
+
+def merge(
+    parts: Sequence[Part | tuple[Tensor, Tensor]],
+    out: Float[Tensor, "b h t e"],
+    lse: Float[Tensor, "b h t"],
+    *,
+    sinks: Float[Tensor, " h"] | None = None,
+    impl: str = "auto",
+) -> None:
+    """out = Σ_i o_i exp(lse_i - lse), lse = log Σ_i exp(lse_i), written into the tensors given.
+
+    One to six parts, any strides with a contiguous last dimension. A row that a part does not hold, or where lse_i is
+    -inf, was not seen by it, and o_i is not looked at, whatever it holds; seen by none, a row is zeros and -inf.
+    `sinks` is one logit per head that joins the denominator alone. `out` and `lse` may be those of one of the parts
+    (the very same memory: every element is read before it is written), and may not overlap them otherwise. No
+    gradient flows. impl: "torch" is plain operations, "triton" one pass over memory in float32, "auto" the kernel on
+    CUDA.
+    """
+    choice("impl", impl, IMPLS)
+    whole = [Part(*part) for part in parts]
+    _check(whole, out, lse, sinks)
+    exact = torch.float64 in (out.dtype, lse.dtype, *(part.out.dtype for part in whole))
+    if impl == "auto":
+        impl = "triton" if out.is_cuda and not exact and _HAS_TRITON else "torch"
+    with torch.no_grad():
+        if impl == "torch":
+            _plain(whole, out, lse, sinks)
+            return
+        if exact or not _HAS_TRITON:
+            problem = "a tensor is float64" if exact else "Triton is not installed"
+            raise ConfigError(f'impl is "triton" but {problem}', 'pass impl="auto"')
+        from rpe3d.attention import merge_kernel
+
+        merge_kernel.merge(whole, out, lse, sinks)
+
+
+def _plain(parts: Sequence[Part], out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
+    """The specification of the kernel: everything is computed before anything is written."""
+    precise = torch.promote_types(lse.dtype, torch.float32)
+    logs = torch.full((len(parts) + 1, *lse.shape), -torch.inf, dtype=precise, device=lse.device)
+    for log, part in zip(logs, parts, strict=False):
+        for rows, seen in _held(part, part.lse):
+            log[:, :, rows] = seen
+    if sinks is not None:
+        logs[-1] = sinks.to(precise)[None, :, None]
+    merged = logs.logsumexp(0)
+    weights = torch.exp(logs - merged.masked_fill(merged == -torch.inf, 0.0))
+    result = torch.zeros(out.shape, dtype=precise, device=out.device)
+    for weight, part in zip(weights, parts, strict=False):
+        for (rows, seen), (_, log) in zip(_held(part, part.out), _held(part, part.lse), strict=True):
+            values = seen.to(precise).masked_fill((log == -torch.inf)[..., None], 0.0)
+            result[:, :, rows] += values * weight[:, :, rows, None]
+    out.copy_(result)
+    lse.copy_(merged)
+
+
+def _held(part: Part, x: Tensor) -> list[tuple[slice, Tensor]]:
+    """Which rows of the result the part holds, and its values there."""
+    if not part.step:
+        return [(slice(part.start, part.start + x.shape[2]), x)]
+    starts = (part.start + n * part.step for n in range(x.shape[0]))
+    return [(slice(a, a + x.shape[2]), x[n : n + 1]) for n, a in enumerate(starts)]
+
+
+def _check(parts: Sequence[Part], out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
+    if not 1 <= len(parts) <= MOST:
+        raise ConfigError(f"there are {len(parts)} parts", f"merge 1 to {MOST} at a time")
+    if out.ndim != 4 or lse.shape != out.shape[:3] or out.stride(3) != 1:
+        raise ConfigError(
+            f"out and lse are {tuple(out.shape)} and {tuple(lse.shape)}",
+            "give [b, h, t, e], contiguous in e, and [b, h, t]",
+        )
+    b, h, t, e = out.shape
+    for i, part in enumerate(parts):
+        o, rows = part.out, part.out.shape[2]
+        last = part.start + rows + (o.shape[0] - 1) * part.step
+        batch = b == 1 if part.step else o.shape[0] == b
+        if not batch or o.shape[1] != h or o.shape[3] != e or part.lse.shape != o.shape[:3] or not 0 < last <= t:
+            raise ConfigError(
+                f"part {i} is {tuple(o.shape)} and {tuple(part.lse.shape)} from row {part.start}, out {(b, h, t, e)}",
+                "give parts [b, h, rows, e] and [b, h, rows] inside out",
+            )
+        if o.stride(3) != 1:
+            raise ConfigError(f"part {i} is not contiguous in its last dimension", "make it so")
+    if sinks is not None and sinks.shape != out.shape[1:2]:
+        raise ConfigError(f"sinks is {tuple(sinks.shape)}", f"give one number per head, {tuple(out.shape[1:2])}")

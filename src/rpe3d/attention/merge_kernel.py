@@ -1,0 +1,140 @@
+# mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
+"""`merge` in one pass over memory: every part is read once, the result written once. Equals merge._plain."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rpe3d.attention.merge import Part
+from rpe3d.config import ConfigError
+
+
+@triton.jit
+@no_type_check
+def _merge_kernel(
+    parts,
+    lses,
+    part_strides,
+    lse_strides,
+    places,
+    out,
+    lse,
+    sinks,
+    heads,
+    tokens,
+    out_b,
+    out_h,
+    out_t,
+    lse_b,
+    lse_h,
+    lse_t,
+    PARTS: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SINKS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """BLOCK_T rows of one head per program. Loads do not wait for each other; all of them precede the stores."""
+    program = tl.program_id(0)
+    tiles = tl.cdiv(tokens, BLOCK_T)
+    h = (program // tiles) % heads
+    b = (program // tiles // heads).to(tl.int64)
+    t = (program % tiles) * BLOCK_T + tl.arange(0, BLOCK_T)
+    live = t < tokens
+    j = tl.arange(0, WIDTH)[None, :]
+
+    largest = tl.full([BLOCK_T], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_T], tl.float32)
+    result = tl.zeros([BLOCK_T, WIDTH], tl.float32)
+    for i in tl.static_range(PARTS):
+        # A place is start, rows, step, repetitions: where in the result the part's rows lie.
+        row = t - places[i][0]
+        n = row // places[i][2]
+        row = (row - n * places[i][2]).to(tl.int64)
+        held = live & (t >= places[i][0]) & (n < places[i][3]) & (row < places[i][1])
+        n = n.to(tl.int64) + b
+        at = n * lse_strides[i][0] + h * lse_strides[i][1] + row * lse_strides[i][2]
+        log = tl.load(lses[i] + at, mask=held, other=float("-inf")).to(tl.float32)
+        at = n * part_strides[i][0] + h * part_strides[i][1] + row * part_strides[i][2]
+        o = tl.load(parts[i] + at[:, None] + j, mask=held[:, None] & (j < DIM), other=0.0).to(tl.float32)
+        o = tl.where(log[:, None] == float("-inf"), 0.0, o)
+        larger = tl.maximum(largest, log)
+        safe = tl.where(larger == float("-inf"), 0.0, larger)
+        kept = tl.exp(largest - safe)
+        weight = tl.exp(log - safe)
+        result = result * kept[:, None] + o * weight[:, None]
+        total = total * kept + weight
+        largest = larger
+    if SINKS:
+        log = tl.load(sinks + h).to(tl.float32)
+        larger = tl.maximum(largest, log)
+        safe = tl.where(larger == float("-inf"), 0.0, larger)
+        kept = tl.exp(largest - safe)
+        result = result * kept[:, None]
+        total = total * kept + tl.exp(log - safe)
+        largest = larger
+    divisor = tl.where(total == 0.0, 1.0, total)
+    result = result / divisor[:, None]
+    merged = tl.where(total == 0.0, float("-inf"), largest + tl.log(divisor))
+
+    tl.debug_barrier()  # in place, a thread may not write a log-sum-exp that another has yet to read
+    rows = b * out_b + h * out_h + t.to(tl.int64) * out_t
+    tl.store(out + rows[:, None] + j, result.to(out.dtype.element_ty), mask=live[:, None] & (j < DIM))
+    tl.store(lse + b * lse_b + h * lse_h + t * lse_t, merged, mask=live)
+
+
+INTERPRETED = not isinstance(_merge_kernel, triton.JITFunction)
+"""The kernel runs in Triton's interpreter, and so takes CPU tensors."""
+
+
+def merge(
+    parts: Sequence[Part],
+    out: Tensor,
+    lse: Tensor,
+    sinks: Tensor | None,
+    *,
+    block_t: int | None = None,
+    num_warps: int = 4,
+) -> None:
+    """Launch for checked arguments. By default a thread holds two vectors of 16 bytes of each part."""
+    if not out.is_cuda and not INTERPRETED:
+        raise ConfigError(f'impl is "triton" but out is on {out.device}', 'move it to a GPU, or pass impl="auto"')
+    b, heads, tokens, dim = out.shape
+    if out.numel() == 0:
+        return
+    width = triton.next_power_of_2(dim)
+    most = max(1, 2 * 16 * 32 * num_warps // (width * out.element_size()))
+    block_t = block_t or min(most, triton.next_power_of_2(tokens))
+    with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
+        _merge_kernel[(b * heads * triton.cdiv(tokens, block_t),)](
+            tuple(part.out for part in parts),
+            tuple(part.lse for part in parts),
+            tuple(part.out.stride()[:3] for part in parts),
+            tuple(part.lse.stride() for part in parts),
+            tuple(_place(part, tokens) for part in parts),
+            out,
+            lse,
+            out if sinks is None else sinks,
+            heads,
+            tokens,
+            *out.stride()[:3],
+            *lse.stride(),
+            PARTS=len(parts),
+            DIM=dim,
+            WIDTH=width,
+            SINKS=sinks is not None,
+            BLOCK_T=block_t,
+            num_warps=num_warps,
+        )
+
+
+def _place(part: Part, tokens: int) -> tuple[int, int, int, int]:
+    rows = part.out.shape[2]
+    return (part.start, rows, part.step, part.out.shape[0]) if part.step else (part.start, rows, tokens, 1)

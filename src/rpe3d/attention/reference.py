@@ -1,0 +1,74 @@
+"""Attention under a law: the specification. Dense, readable, any dtype up to float64, any law."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from rpe3d.attention.contract import Inputs
+from rpe3d.config import ConfigError
+from rpe3d.rotation import cos_sin, rotate
+
+
+def attend(x: Inputs) -> tuple[Float[Tensor, "b h t e"], Float[Tensor, "b h t"]]:
+    """softmax(scale · q k*) v with each pair's own turn; the output and the log-sum-exp of every row.
+
+    A pair is visible if both are tokens, the key does not come after the query, and a region of the law holds it. A
+    row that sees nothing is zeros, and its log-sum-exp -inf (or the sink's alone).
+    """
+    precise = torch.float64 if x.q.dtype == torch.float64 else torch.float32
+    groups = x.q.shape[1] // x.k.shape[1]
+    q = x.q.to(precise)
+    k, v = (y.to(precise).repeat_interleave(groups, dim=1) for y in (x.k, x.v))
+    scores = _scores(x, q, k) * x.scale
+    if x.softcap is not None:
+        scores = x.softcap * torch.tanh(scores / x.softcap)
+    scores = scores.masked_fill(~visible(x)[:, None], -torch.inf)
+    if x.sinks is not None:
+        sink = x.sinks.to(precise)[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sink], dim=-1)
+    lse = scores.logsumexp(-1)
+    weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
+    return (weights[..., : v.shape[2]] @ v).to(x.q.dtype), lse
+
+
+def _scores(x: Inputs, q: Float[Tensor, "b h t d"], k: Float[Tensor, "b h s d"]) -> Float[Tensor, "b h t s"]:
+    """q k* with the turns of the region that each pair lies in."""
+    query, key = x.positions()
+    theta = x.frequencies
+    scores = torch.zeros(*q.shape[:3], k.shape[2], dtype=q.dtype, device=q.device)
+    for region in x.law.regions:
+        turned = []
+        for vectors, turn, positions in ((q, region.query, query), (k, region.key, key)):
+            cos, sin = cos_sin(x.angles(turn, positions, theta), scaling=x.scaling, dtype=q.dtype)
+            interleaved = x.law.rotary.interleaved
+            turned.append(rotate(vectors, None, cos, sin, interleaved=interleaved, impl="reference")[0])
+        pairs = torch.broadcast_tensors(query[:, :, None], key[:, None, :])
+        scores = torch.where(region.contains(*pairs)[:, None], turned[0] @ turned[1].transpose(-1, -2), scores)
+    return scores
+
+
+def visible(x: Inputs) -> Bool[Tensor, "b t s"]:
+    """Which pairs attend."""
+    query, key = x.positions()
+    check_order("query_positions", query, x.query_mask)
+    check_order("key_positions", key, x.key_mask)
+    pairs = torch.broadcast_tensors(query[:, :, None], key[:, None, :])
+    inside: Tensor = torch.stack([region.contains(*pairs) for region in x.law.regions]).any(0) & (pairs[1] <= pairs[0])
+    if x.query_mask is not None:
+        inside = inside & x.query_mask[:, :, None]
+    return inside if x.key_mask is None else inside & x.key_mask[:, None, :]
+
+
+def check_order(name: str, positions: Tensor, mask: Tensor | None) -> None:
+    """Refuse positions that fall from one token to the next (padding aside)."""
+    falls = positions[:, 1:] < positions[:, :-1]
+    if mask is not None:
+        falls = falls & mask[:, 1:] & mask[:, :-1]
+    if falls.any():
+        b, t = falls.nonzero()[0].tolist()
+        raise ConfigError(
+            f"{name} fall from {int(positions[b, t])} to {int(positions[b, t + 1])} at token {t + 1} of sequence {b}",
+            "give positions that rise; packed sequences go in one row each",
+        )

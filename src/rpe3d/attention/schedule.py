@@ -1,0 +1,180 @@
+"""Which library attention calls execute a law: every visible pair in exactly one call.
+
+Queries are cut into blocks of rows. Within a block a chunk law needs few calls, each as large as it can be, because
+what repeats from chunk to chunk is one batched call over overlapping views:
+
+    near     own chunk            causal      c x c,    once per chunk of the block
+             chunks before it     full        c x A c,  once per chunk
+    far      what all rows share  full        the block x everything up to A + 1 chunks before its first row
+             what later rows add  full        a staircase, cut into squares of c, 2c, 4c ... (log2 of them)
+
+Distance laws (unit 1) have diagonal edges instead of stairs: causal squares, and for a window's far edge the reverse
+triangle, which is a causal one with both sides read backwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Literal
+
+from rpe3d.geometry import Region
+
+Shape = Literal["full", "causal", "reverse"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """Rows [query, query + rows) against keys [key, key + columns), `times` times, both moved on by `step`.
+
+    causal: column <= row, counted from the corner. reverse: column > row. Positions, not indices.
+    """
+
+    region: int
+    query: int
+    rows: int
+    key: int
+    columns: int
+    shape: Shape = "full"
+    times: int = 1
+    step: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """Rows of queries and the calls that complete them."""
+
+    rows: range
+    calls: tuple[Call, ...]
+
+
+@lru_cache(maxsize=64)  # the layers of a model ask for the same one
+def schedule(regions: tuple[Region, ...], queries: range, keys: range, rows: int) -> tuple[Block, ...]:
+    """Blocks of at most `rows` queries (more where nothing is far); none where a band has a form that no call has.
+
+    Both ranges are consecutive positions, the keys' from 0, and every query is among the keys.
+    """
+    if keys.start != 0 or not regions or not all(_has_calls(region) for region in regions):
+        return ()
+    units = {region.unit for region in regions}
+    if len(units) > 1:
+        return ()
+    if units == {1} and not _chunked(regions):
+        return tuple(_distance_blocks(regions, queries, keys, rows))
+    return tuple(_chunk_blocks(regions, units.pop(), queries, keys, rows))
+
+
+def _has_calls(region: Region) -> bool:
+    return region.keys is None or (region.unit == 1 and region.first is not None and region.last is None)
+
+
+def _chunked(regions: tuple[Region, ...]) -> bool:
+    """A band with two ends is cheap in chunks only; a single causal region needs no blocks at all."""
+    return any(r.first is not None and r.last is not None for r in regions)
+
+
+def _distance_blocks(regions: tuple[Region, ...], queries: range, keys: range, rows: int) -> Iterator[Block]:
+    """Blocks for bands of distances: everything, a window, what is beyond it, the sinks beyond it."""
+    windows = [r.last + 1 for r in regions if r.last is not None]
+    size = max(1, min([rows, *windows])) if windows else len(queries)
+    for start in range(queries.start, queries.stop, size):
+        block = range(start, min(start + size, queries.stop))
+        calls = [call for i, region in enumerate(regions) for call in _distance_calls(i, region, block, keys)]
+        yield Block(rows=block, calls=tuple(calls))
+
+
+def _distance_calls(i: int, region: Region, block: range, keys: range) -> Iterator[Call]:
+    if region.first is None:
+        window = block.stop if region.last is None else region.last + 1
+        yield from _trapezoid(i, block, max(0, block.stop - window), block.start, keys.stop)
+        yield from _far_edge(i, block, window)
+    else:
+        start = max(block.start, region.first)
+        if start < block.stop:
+            stop = keys.stop if region.keys is None else min(keys.stop, region.keys)
+            yield from _trapezoid(i, range(start, block.stop), 0, start - region.first, stop)
+
+
+def _trapezoid(i: int, block: range, key: int, diagonal: int, stop: int) -> Iterator[Call]:
+    """Keys [key, diagonal) for all rows, then a causal square whose corner is `diagonal`; none at or beyond `stop`."""
+    if key < min(diagonal, stop):
+        yield Call(region=i, query=block.start, rows=len(block), key=key, columns=min(diagonal, stop) - key)
+    columns = min(diagonal + len(block), stop) - diagonal
+    if columns > 0:
+        yield Call(region=i, query=block.start, rows=len(block), key=diagonal, columns=columns, shape="causal")
+
+
+def _far_edge(i: int, block: range, window: int) -> Iterator[Call]:
+    """Keys that only the first rows still see: column > row in the square whose corner is query - window."""
+    corner, side = block.start - window, len(block)
+    cut = max(0, -corner)  # columns before position 0 do not exist
+    if cut and min(cut, side) < side:
+        yield Call(region=i, query=block.start, rows=cut, key=0, columns=side - cut)
+    if side - cut > 1:
+        yield Call(
+            region=i, query=block.start + cut, rows=side - cut, key=corner + cut, columns=side - cut, shape="reverse"
+        )
+
+
+def _chunk_blocks(regions: tuple[Region, ...], chunk: int, queries: range, keys: range, rows: int) -> Iterator[Block]:
+    """Blocks for bands of chunk distances, the nearest region first."""
+    near = regions[0].last
+    head = queries.stop if near is None else min(queries.stop, (near + 1) * chunk)
+    if queries.start < head:
+        # Nothing is far yet: one causal square, and what was before it.
+        block = range(queries.start, head)
+        yield Block(rows=block, calls=tuple(_trapezoid(0, block, 0, block.start, keys.stop)))
+    start = max(queries.start, head)
+    while start < queries.stop:
+        whole = (queries.stop - start) // chunk if start % chunk == 0 else 0
+        count = 1
+        while 2 * count <= whole and 2 * count * chunk <= rows:
+            count *= 2
+        stop = min(queries.stop, (start // chunk + count) * chunk, start + rows)
+        block = range(start, stop)
+        calls = [call for i, r in enumerate(regions) for call in _chunk_calls(i, r, chunk, block, count, keys)]
+        yield Block(rows=block, calls=tuple(calls))
+        start = stop
+
+
+def _chunk_calls(i: int, region: Region, chunk: int, block: range, count: int, keys: range) -> Iterator[Call]:
+    """The calls of one region in a block of `count` chunks (a power of two), or of a part of one chunk."""
+    first_chunk, per_chunk = block.start // chunk, len(block) // count
+    repeat: dict[str, Any] = {"times": count, "step": chunk}
+    first = region.first or 0
+    if region.first is None and region.last is not None:
+        key = (first_chunk - region.last) * chunk
+        if key < block.start:
+            columns = block.start - key
+            yield Call(region=i, query=block.start, rows=per_chunk, key=key, columns=columns, **repeat)
+        columns = min(per_chunk, keys.stop - block.start)
+        yield Call(
+            region=i, query=block.start, rows=per_chunk, key=block.start, columns=columns, shape="causal", **repeat
+        )
+    elif region.last is not None:
+        key, stop = (first_chunk - region.last) * chunk, (first_chunk - first + 1) * chunk
+        if key >= 0:
+            yield Call(region=i, query=block.start, rows=per_chunk, key=key, columns=stop - key, **repeat)
+        else:
+            for n in range(count):
+                stop = (first_chunk + n - first + 1) * chunk
+                key = max(0, (first_chunk + n - region.last) * chunk)
+                if key < stop:
+                    rows = block.start + n * chunk
+                    yield Call(region=i, query=rows, rows=per_chunk, key=key, columns=stop - key)
+    else:
+        shared = (first_chunk - first + 1) * chunk
+        if shared > 0:
+            yield Call(region=i, query=block.start, rows=len(block), key=0, columns=shared)
+        side = 1
+        while 2 * side <= count:
+            size, step = side * chunk, 2 * side * chunk
+            square: dict[str, Any] = {"rows": size, "columns": size, "times": count // (2 * side), "step": step}
+            yield Call(region=i, query=block.start + size, key=shared, **square)
+            side *= 2
+
+
+def moved(call: Call, n: int) -> Call:
+    """The n-th repetition of a call, alone."""
+    return replace(call, query=call.query + n * call.step, key=call.key + n * call.step, times=1, step=0)

@@ -1,0 +1,313 @@
+"""Every implementation against the specification in float64, for every law, forward and gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from rpe3d import ConfigError, laws, make_law
+from rpe3d.attention import attention
+from rpe3d.rotation import cos_sin, rotate
+
+CHUNKY = {
+    "3d-rpe": {"chunk": 8, "window": 16, "reach": 28},
+    "3d-rpe-definition": {"chunk": 24},
+    "3d-rpe-dual-chunk": {"chunk": 20, "window": 24},
+    "dca": {"chunk": 20, "window": 24},
+    "self-extend": {"window": 12, "group": 16},
+    "rerope": {"window": 9},
+    "leaky-rerope": {"window": 9, "slope": 0.05},
+    "streaming-llm": {"window": 11, "sinks": 3},
+}
+
+
+def law_for(name, head_dim=16, **model):
+    model = {"pretrained": 32, "context": 256, "head_dim": head_dim} | CHUNKY.get(name, {}) | model
+    return make_law(name, **model)
+
+
+def vectors(b=2, h=6, g=2, t=75, s=75, d=16, dtype=torch.float32, seed=0):
+    """Random q, k, v."""
+    random = torch.Generator().manual_seed(seed)
+    shapes = ((b, h, t, d), (b, g, s, d), (b, g, s, d))
+    return tuple(torch.randn(shape, generator=random, dtype=torch.float64).to(dtype) for shape in shapes)
+
+
+def plain_error(q, k, v, truth_dtype=torch.float64):
+    """The largest error of the machine's own causal attention at this dtype and shape, against float64."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    truth = scaled_dot_product_attention(q.to(truth_dtype), k.to(truth_dtype), v.to(truth_dtype), is_causal=True)
+    return (scaled_dot_product_attention(q, k, v, is_causal=True) - truth).abs().max().item()
+
+
+def assert_as_good_as_plain(out, truth, q, k, v):
+    """The house rule: error <= 2 x the eager error, with a few roundings of the result as the floor."""
+    assert not out.isnan().any()
+    floor = 4 * torch.finfo(out.dtype).eps * truth.abs().max().item()
+    assert (out.double() - truth).abs().max().item() <= 2 * plain_error(q, k, v) + floor
+
+
+def specification(q, k, v, law, **options):
+    return attention(q.double(), k.double(), v.double(), law, impl="reference", **options)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("name", laws())
+def test_the_specification_is_the_softmax_of_the_law_s_own_angles(name, turned):
+    """Scores written down pair by pair from relative_angles, in complex128: nothing of attention's own code."""
+    law = law_for(name)
+    q, k, v = vectors(b=1, h=2, g=2, t=60, s=60, dtype=torch.float64)
+    position = torch.arange(60)
+    out, lse = attention(*stock(q, k, law), v, law, turned=True) if turned else attention(q, k, v, law)
+    length = 60 if name == "dynamic" else None
+    angles = law.relative_angles(position[:, None], position[None, :], length)
+    complexes = [torch.complex(x[..., :8], x[..., 8:]) for x in (q, k)]
+    product = complexes[0][:, :, :, None] * complexes[1][:, :, None].conj()
+    scores = (product * torch.exp(1j * angles)).real.sum(-1) * law.attention_scaling**2 / 4
+    hidden = (position[None, :] > position[:, None]) | angles[..., 0].isnan()
+    scores = scores.masked_fill(hidden, -torch.inf)
+    torch.testing.assert_close(out, scores.softmax(-1) @ v, rtol=0, atol=1e-11)
+    torch.testing.assert_close(lse, scores.logsumexp(-1), rtol=0, atol=1e-11)
+
+
+def stock(q, k, law, queries=None, keys=None):
+    """q and k turned by the model's own RoPE, as a Hugging Face cache holds them."""
+    turned = []
+    for x, p in ((q, queries), (k, keys)):
+        p = torch.arange(x.shape[2]) if p is None else p
+        length = k.shape[2] if law.name == "dynamic" else None
+        angles = p[..., None].double() * law.frequencies(length)
+        table = cos_sin(angles, scaling=law.attention_scaling, dtype=torch.promote_types(x.dtype, torch.float32))
+        turned.append(rotate(x, None, *table, interleaved=law.rotary.interleaved, impl="reference")[0])
+    return turned
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", laws())
+def test_blocked_attention_is_as_exact_as_plain_attention(name, dtype):
+    law = law_for(name)
+    q, k, v = vectors(dtype=dtype)
+    truth, truth_lse = specification(q, k, v, law)
+    out, lse = attention(q, k, v, law, impl="blocked")
+    assert_as_good_as_plain(out, truth, q, k, v)
+    torch.testing.assert_close(lse.double(), truth_lse, rtol=0, atol=1e-5 if dtype == torch.float32 else 0.04)
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 15, 16, 17, 23, 24, 25, 32, 33, 64, 65, 100])
+@pytest.mark.parametrize("name", ["3d-rpe", "dca", "self-extend", "streaming-llm", "3d-rpe-dual-chunk"])
+def test_blocked_attention_holds_at_every_alignment(name, length):
+    """Length 1, one chunk, one more, and every place where a window or a block can end."""
+    law = law_for(name)
+    q, k, v = vectors(b=1, t=length, s=length, dtype=torch.float64)
+    truth, truth_lse = specification(q, k, v, law)
+    out, lse = attention(q, k, v, law, impl="blocked")
+    torch.testing.assert_close(out, truth, rtol=0, atol=1e-12)
+    torch.testing.assert_close(lse, truth_lse, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(1, 1), (3, 1), (6, 2), (8, 1)])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+def test_heads_and_dimensions_of_real_models(heads, groups, head_dim):
+    law = law_for("3d-rpe", head_dim=head_dim)
+    q, k, v = vectors(b=1, h=heads, g=groups, d=head_dim)
+    truth, _ = specification(q, k, v, law)
+    out, _ = attention(q, k, v, law, impl="blocked")
+    assert_as_good_as_plain(out, truth, q, k, v)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("rotary_dim", [8, 16])
+def test_partial_and_interleaved_rotary(interleaved, rotary_dim):
+    law = law_for("3d-rpe", rotary_dim=rotary_dim, interleaved=interleaved)
+    q, k, v = vectors(dtype=torch.float64)
+    out, _ = attention(q, k, v, law, impl="blocked")
+    torch.testing.assert_close(out, specification(q, k, v, law)[0], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", laws())
+def test_gradients_are_those_of_the_specification(name):
+    """The merge weights are part of the function: detaching them, as is common, is off by about 16 %."""
+    law = law_for(name)
+    gradients = []
+    weight = torch.randn(2, 6, 75, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for impl in ("reference", "blocked"):
+        q, k, v = (x.requires_grad_() for x in vectors(dtype=torch.float64))
+        out, _ = attention(q, k, v, law, impl=impl)
+        gradients.append(torch.autograd.grad((out * weight).sum(), (q, k, v)))
+    for ours, truth in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, truth, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", ["3d-rpe", "dca", "self-extend"])
+def test_gradcheck(name):
+    law = law_for(name, head_dim=4)
+    q, k, v = (x.requires_grad_() for x in vectors(b=1, h=2, g=1, t=43, s=43, d=4, dtype=torch.float64))
+    assert torch.autograd.gradcheck(lambda *x: attention(*x, law, impl="blocked")[0], (q, k, v), fast_mode=True)
+
+
+def test_gradients_in_float32_are_as_good_as_plain_attention_s():
+    law = law_for("3d-rpe")
+    weight = torch.randn(2, 6, 75, 16, generator=torch.Generator().manual_seed(1))
+
+    def gradients(function, dtype):
+        q, k, v = (x.requires_grad_() for x in vectors(dtype=dtype))
+        return torch.autograd.grad((function(q, k, v) * weight.to(dtype)).sum(), (q, k, v))
+
+    def plain(q, k, v):
+        return scaled_dot_product_attention(q, k.repeat_interleave(3, 1), v.repeat_interleave(3, 1), is_causal=True)
+
+    allowed = [
+        2 * (a - b).abs().max() + 4 * torch.finfo(torch.float32).eps * b.abs().max()
+        for a, b in zip(gradients(plain, torch.float32), gradients(plain, torch.float64), strict=True)
+    ]
+    ours = gradients(lambda *x: attention(*x, law, impl="blocked")[0], torch.float32)
+    truth = gradients(lambda *x: attention(*x, law, impl="reference")[0], torch.float64)
+    for a, b, most in zip(ours, truth, allowed, strict=True):
+        assert (a - b).abs().max() <= most
+
+
+@pytest.mark.parametrize("impl", ["reference", "blocked", "auto"])
+@pytest.mark.parametrize("name", laws())
+def test_prefill_in_pieces_and_token_by_token_equals_one_forward(name, impl):
+    """Facts 3: keys depend on their own position alone. Dynamic NTK alone changes its frequencies on the way."""
+    law = law_for(name)
+    q, k, v = vectors(dtype=torch.float64)
+    if name == "dynamic":
+        pytest.skip("dynamic NTK turns old keys anew as the text grows; its cache is the model layer's concern")
+    q, k = stock(q, k, law)
+    whole, whole_lse = attention(q, k, v, law, turned=True, impl="reference")
+    outs, lses = [], []
+    for a, b in [(0, 31), (31, 32), (32, 61), (61, 73), (73, 74), (74, 75)]:
+        out, lse = attention(q[:, :, a:b], k[:, :, :b], v[:, :, :b], law, turned=True, impl=impl)
+        outs.append(out)
+        lses.append(lse)
+    torch.testing.assert_close(torch.cat(outs, 2), whole, rtol=0, atol=1e-12)
+    torch.testing.assert_close(torch.cat(lses, 2), whole_lse, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("impl", ["reference", "blocked"])
+@pytest.mark.parametrize("name", ["rope", "3d-rpe", "dca", "rerope", "streaming-llm"])
+def test_a_padded_batch_equals_each_sequence_alone(name, impl):
+    """Left padding, right padding and none in one batch; rows of padding are zeros."""
+    law = law_for(name)
+    q, k, v = vectors(b=3, dtype=torch.float64)
+    pads = [(0, 0), (13, 0), (0, 22)]
+    mask = torch.ones(3, 75, dtype=torch.bool)
+    positions = torch.zeros(3, 75, dtype=torch.long)
+    for b, (left, right) in enumerate(pads):
+        mask[b, :left] = False
+        mask[b, 75 - right :] = False
+        positions[b, left : 75 - right] = torch.arange(75 - left - right)
+    masks = {"query_mask": mask, "key_mask": mask, "query_positions": positions, "key_positions": positions}
+    out, lse = attention(q, k, v, law, impl=impl, **masks)
+    for b, (left, right) in enumerate(pads):
+        tokens = slice(left, 75 - right)
+        alone = [x[b : b + 1, :, tokens] for x in (q, k, v)]
+        expected, expected_lse = attention(*alone, law, impl="reference")
+        torch.testing.assert_close(out[b : b + 1, :, tokens], expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(lse[b : b + 1, :, tokens], expected_lse, rtol=0, atol=1e-12)
+        assert (out[b, :, ~mask[b]] == 0).all()
+        assert (lse[b, :, ~mask[b]] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("impl", ["reference", "blocked"])
+def test_a_row_that_sees_nothing_is_zeros(impl):
+    law = law_for("3d-rpe")
+    q, k, v = vectors(b=1, t=5, s=5, dtype=torch.float64)
+    mask = torch.tensor([[False, False, True, True, True]])
+    out, lse = attention(q, k, v, law, key_mask=mask, impl=impl)
+    assert (out[:, :, :2] == 0).all()
+    assert (lse[:, :, :2] == -torch.inf).all()
+    assert out[:, :, 2:].abs().min() > 0
+
+
+@pytest.mark.parametrize("name", ["3d-rpe", "rope", "self-extend"])
+def test_positions_with_gaps_are_exact_too(name):
+    """As PoSE trains: no schedule fits, so dense tiles do, in linear memory."""
+    law = law_for(name)
+    q, k, v = (x.requires_grad_() for x in vectors(b=1, dtype=torch.float64))
+    positions = torch.cat([torch.arange(40), torch.arange(100, 135)])
+    given = {"query_positions": positions, "key_positions": positions}
+    out, _ = attention(q, k, v, law, impl="blocked", **given)
+    truth, _ = attention(q, k, v, law, impl="reference", **given)
+    torch.testing.assert_close(out, truth, rtol=0, atol=1e-12)
+    ours, theirs = (torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, truth))
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", ["rope", "3d-rpe", "rerope"])
+def test_softcap_sinks_and_scale_are_honoured(name):
+    """Gemma's softcap by hand; a sink is a key whose value is zero (gpt-oss)."""
+    law = law_for(name)
+    for options in ({"softcap": 3.0}, {"scale": 0.1}, {"sinks": torch.randn(6, dtype=torch.float64)}):
+        results = []
+        for impl in ("reference", "blocked"):
+            q, k, v = (x.requires_grad_() for x in vectors(dtype=torch.float64))
+            leaves = [q, k, v]
+            given = dict(options)
+            if "sinks" in given:
+                given["sinks"] = given["sinks"].clone().requires_grad_()
+                leaves.append(given["sinks"])
+            out, lse = attention(q, k, v, law, impl=impl, **given)
+            results.append((out, lse, *torch.autograd.grad(out.square().sum(), leaves)))
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
+    q, k, v = vectors(b=1, t=20, s=20, dtype=torch.float64)
+    capped, _ = attention(q, k, v, law_for("rope"), softcap=3.0)
+    sunk, lse = attention(q, k, v, law_for("rope"), sinks=torch.full((6,), 0.7, dtype=torch.float64))
+    turned_q, turned_k = stock(q, k, law_for("rope"))
+    scores = turned_q @ turned_k.repeat_interleave(3, 1).transpose(-1, -2) / 4
+    causal = torch.ones(20, 20, dtype=torch.bool).tril()
+    values = v.repeat_interleave(3, 1)
+    expected = (3 * torch.tanh(scores / 3)).masked_fill(~causal, -torch.inf).softmax(-1) @ values
+    torch.testing.assert_close(capped, expected, rtol=0, atol=1e-12)
+    weights = scores.masked_fill(~causal, -torch.inf).exp()
+    total = weights.sum(-1) + torch.tensor(0.7).double().exp()
+    torch.testing.assert_close(sunk, weights @ values / total[..., None], rtol=0, atol=1e-7)
+    torch.testing.assert_close(lse, total.log(), rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("length", [1, 10, 24])
+def test_bounded_attention_on_short_inputs_is_the_library_s_own(length):
+    """Fact 1: up to w + c tokens nothing is changed, bit for bit."""
+    law = law_for("3d-rpe")
+    q, k, v = vectors(t=length, s=length)
+    q, k = stock(q, k, law)
+    out, _ = attention(q, k, v, law, turned=True, impl="blocked")
+    expected = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    assert torch.equal(out, expected)
+
+
+WRONG = [
+    ({"q": torch.randn(1, 2, 5)}, "q is"),
+    ({"q": torch.ones(1, 2, 5, 16, dtype=torch.long)}, "give floating point"),
+    ({"k": torch.randn(1, 2, 5, 8)}, "do not fit"),
+    ({"v": torch.randn(1, 2, 6, 16)}, "do not fit"),
+    ({"k": torch.randn(1, 2, 5, 16).bfloat16()}, "move them to one dtype"),
+    ({"q": torch.randn(1, 3, 5, 16)}, "3 query heads are not a multiple of 2 key heads"),
+    ({"q": torch.randn(1, 2, 0, 16)}, "at least one of each"),
+    ({"q": torch.randn(1, 2, 6, 16)}, "6 queries are more than 5 keys"),
+    ({"law": make_law("rope", pretrained=32, head_dim=8)}, "built for head dimension 8, the vectors have 16"),
+    ({"query_positions": torch.tensor([0, 1, 3, 2, 4])}, "query_positions fall from 3 to 2 at token 3 of sequence 0"),
+    ({"query_positions": torch.arange(5.0)}, "give integers"),
+    ({"key_positions": range(5)}, "key_positions are given without query_positions"),
+    ({"query_positions": range(4)}, "for 5 tokens"),
+    ({"key_mask": torch.ones(1, 4, dtype=torch.bool)}, "give bool"),
+    ({"sinks": torch.zeros(3)}, "one number per query head"),
+    ({"softcap": 0.0}, "softcap is 0.0"),
+    ({"scale": float("nan")}, "scale is nan"),
+    ({"impl": "fast"}, "impl 'fast' is not known"),
+    ({"impl": "blocked", "backend": "cuda"}, "backend 'cuda' is not known"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), WRONG)
+def test_wrong_input_is_one_clear_sentence(wrong, message):
+    q, k, v = vectors(b=1, h=2, g=2, t=5, s=5)
+    given = {"q": q, "k": k, "v": v, "law": law_for("3d-rpe")} | wrong
+    with pytest.raises(ConfigError, match=message) as caught:
+        attention(**given)
+    assert "\n" not in str(caught.value)

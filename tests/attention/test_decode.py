@@ -1,0 +1,331 @@
+"""The decode kernel against the specification in float64: every law it takes, every shape of a decoding step."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rpe3d import make_law
+from rpe3d.attention import decode, reference
+from rpe3d.attention.contract import check
+from rpe3d.rotation import cos_sin, rotate
+
+pytestmark = [
+    pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed"),
+    pytest.mark.usefixtures("poisoned"),
+]
+
+# Small enough that 200 keys hold several chunks and every region.
+LAWS = {
+    "rope": {},
+    "linear": {},
+    "ntk": {},
+    "dynamic": {},
+    "yarn": {},
+    "3d-rpe": {"chunk": 16, "window": 32, "reach": 64},
+    "3d-rpe-definition": {"chunk": 50},
+    "3d-rpe-dual-chunk": {"chunk": 20, "window": 48, "phi_base": 1.5},
+    "dca": {"chunk": 20, "window": 48},
+    "streaming-llm": {"window": 70, "sinks": 4},
+}
+CHUNKED = ("3d-rpe", "3d-rpe-definition", "3d-rpe-dual-chunk", "dca")
+
+
+def law_for(name, head_dim=64, context=1024, **parameters):
+    return make_law(name, pretrained=64 if name != "streaming-llm" else 128, context=context, head_dim=head_dim,
+                    **LAWS.get(name, {}) | parameters)  # fmt: skip
+
+
+def problem(law, device, *, b=1, h=6, g=2, t=1, s=151, dtype=torch.float32, queries=None, keys=None, **options):
+    """Random q, k, v in memory as Hugging Face makes them; the queries are the last tokens unless given."""
+    d = law.rotary.head_dim
+    q = torch.randn(b, t, h, d, device=device).to(dtype).transpose(1, 2)
+    k, v = (torch.randn(b, g, s, d, device=device).to(dtype) for _ in range(2))
+    keys = range(s) if keys is None else keys
+    queries = range(keys.stop - t, keys.stop) if queries is None else queries
+    options = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    positions = [p.to(device) if isinstance(p, torch.Tensor) else p for p in (queries, keys)]
+    return check(q, k, v, law, query_positions=positions[0], key_positions=positions[1], turned=True, **options)
+
+
+def in_float64(x):
+    return replace(x, q=x.q.double(), k=x.k.double().nan_to_num(), v=x.v.double().nan_to_num())
+
+
+def eager(x):
+    """What one would write without a kernel, in the type of q: turn q and k, attend as Hugging Face's eager path."""
+    group = x.q.shape[1] // x.k.shape[1]
+    k, v = (y.nan_to_num().repeat_interleave(group, 1) for y in (x.k, x.v))
+    query, key = x.positions()
+    scores = torch.zeros(*x.q.shape[:3], k.shape[2], dtype=x.q.dtype, device=x.q.device)
+    for region in x.law.regions:
+        turned = []
+        for y, turn, p in ((x.q, region.query, query), (k, region.key, key)):
+            table = cos_sin(x.angles(turn, p, x.frequencies))
+            turned.append(rotate(y, None, *table, interleaved=x.law.rotary.interleaved, impl="reference")[0])
+        pairs = torch.broadcast_tensors(query[:, :, None], key[:, None, :])
+        here = turned[0] @ turned[1].transpose(-1, -2) * x.scale
+        scores = torch.where(region.contains(*pairs)[:, None], here, scores)
+    if x.softcap is not None:
+        scores = x.softcap * torch.tanh(scores / x.softcap)
+    scores = scores.masked_fill(~reference.visible(x)[:, None], torch.finfo(scores.dtype).min)
+    if x.sinks is not None:
+        sink = x.sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sink], -1)
+    weights = scores.softmax(-1, dtype=torch.float32).to(scores.dtype)
+    return weights[..., : v.shape[2]] @ v, scores.float().logsumexp(-1)
+
+
+def assert_as_good(x, out, lse):
+    """House rule 3: error <= 2 x (eager error + rounding), of every row that sees something; the others are exact.
+
+    Rounding is one unit in the last place of the largest result. Triton's interpreter does not round to bf16 but cuts
+    off, which shifts all scores one way: there the log-sum-exp is held to the precision of q.
+    """
+    assert out.shape == x.q.shape
+    assert out.dtype == x.q.dtype
+    assert lse.dtype == torch.float32
+    truths = reference.attend(in_float64(x))
+    sees = truths[1] > -torch.inf
+    assert (out[~sees] == 0).all()
+    assert (lse[~sees] == -torch.inf).all()
+    for ours, truth, plain in zip((out, lse), truths, eager(x), strict=True):
+        truth = truth[sees]
+        error, eager_error = ((y[sees].double() - truth).abs().max() for y in (ours, plain))
+        cut = x.q.dtype == torch.bfloat16 and not x.q.is_cuda
+        rounding = torch.finfo(x.q.dtype if cut else ours.dtype).eps * truth.abs().max()
+        assert error <= 2 * (eager_error + rounding), f"{error:.3g} > 2 ({eager_error:.3g} + {rounding:.3g})"
+
+
+def run(x, splits=None):
+    """The kernel, in one part, in several of a tile or more, or as it chooses."""
+    assert decode.supports(x) is None
+    if splits is None:
+        return decode.attend(x)
+    from rpe3d.attention import decode_kernel
+
+    least = {} if splits == 1 else {"least_tiles": 1}
+    return decode_kernel.launch(x, decode.plan(x.law), decode.table(x.law, x.q.device), splits=splits, **least)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("name", ["rope", *CHUNKED, "streaming-llm"])
+def test_one_query_sees_its_cache_as_the_law_says(name, splits, device):
+    x = problem(law_for(name), device)
+    assert_as_good(x, *run(x, splits))
+
+
+@pytest.mark.parametrize("name", ["linear", "ntk", "dynamic", "yarn"])
+def test_laws_that_change_frequencies_alone_are_plain_attention(name, device):
+    x = problem(law_for(name), device)
+    assert decode.plan(x.law).turning == (False,)
+    assert_as_good(x, *run(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["rope", *CHUNKED, "streaming-llm"])
+def test_half_types_are_as_good_as_eager(name, dtype, device):
+    x = problem(law_for(name), device, dtype=dtype)
+    assert_as_good(x, *run(x, 2))
+
+
+@pytest.mark.parametrize("s", [1, 2, 15, 16, 17, 31, 48, 49, 65])
+def test_any_length_around_chunk_and_window(s, device):
+    x = problem(law_for("3d-rpe"), device, s=s)
+    assert_as_good(x, *run(x))
+
+
+@pytest.mark.parametrize("t", [2, 5, 16])
+@pytest.mark.parametrize("name", ["rope", "3d-rpe", "dca", "streaming-llm"])
+def test_several_queries_may_stand_in_different_chunks(name, t, device):
+    """Rows of one tile then see the same key chunk in different regions."""
+    x = problem(law_for(name), device, t=t, s=162)
+    assert_as_good(x, *run(x, 2))
+
+
+@pytest.mark.parametrize(
+    ("h", "g", "d", "t"), [(2, 2, 128, 1), (3, 1, 80, 2), (8, 1, 96, 1), (2, 1, 256, 1), (8, 1, 64, 12)]
+)
+def test_any_group_of_heads_and_head_dimension(h, g, d, t, device):
+    """Up to more rows than one tile holds (8 heads x 12 queries)."""
+    x = problem(law_for("3d-rpe", head_dim=d), device, h=h, g=g, t=t, s=100)
+    assert_as_good(x, *run(x, 2))
+
+
+@pytest.mark.parametrize("model", [{"rotary_dim": 32}, {"interleaved": True}, {"interleaved": True, "rotary_dim": 48}])
+@pytest.mark.parametrize("name", ["3d-rpe", "3d-rpe-definition"])
+def test_pairs_are_the_model_s_own(name, model, device):
+    x = problem(law_for(name, **model), device, s=120)
+    assert_as_good(x, *run(x, 1))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", ["rope", "3d-rpe", "dca", "streaming-llm"])
+def test_every_sequence_has_its_own_padding(name, side, device):
+    """Positions as Hugging Face derives them from the mask; on the left they start where the padding ends."""
+    s, t, lengths = 130, 3, torch.tensor([130, 77, 20])
+    index = torch.arange(s)
+    if side == "left":
+        mask = index >= s - lengths[:, None]
+        keys = (mask.cumsum(-1) - 1).masked_fill(~mask, 1)
+        queries = keys[:, -t:]
+    else:
+        mask = index < lengths[:, None]
+        keys = index.expand(3, s).masked_fill(~mask, 1)
+        queries = lengths[:, None] - t + torch.arange(t)
+    x = problem(law_for(name), device, b=3, t=t, s=s, queries=queries, keys=keys, key_mask=mask)
+    assert_as_good(x, *run(x, 2))
+
+
+def test_padding_may_be_longer_than_a_block_of_the_mask(device):
+    s, pad = 4200, 4150
+    mask = torch.arange(s)[None] >= pad
+    keys = (torch.arange(s)[None] - pad).clamp(min=0)
+    x = problem(law_for("3d-rpe"), device, s=s, queries=keys[:, -1:], keys=keys, key_mask=mask)
+    assert_as_good(x, *run(x))
+
+
+def test_padded_queries_see_nothing(device):
+    mask = torch.tensor([[True, True, True], [False, False, True]])
+    x = problem(law_for("3d-rpe"), device, b=2, t=3, s=70, query_mask=mask)
+    out, lse = run(x)
+    assert_as_good(x, out, lse)
+    assert (out[1, :, :2] == 0).all()
+    assert (lse[1, :, :2] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("name", ["rope", "3d-rpe", "streaming-llm"])
+def test_a_cache_may_be_longer_than_its_tokens(name, device):
+    """A static cache: each sequence is as long as its query says, and nothing beyond is looked at."""
+    used = torch.tensor([[37], [150]])
+    x = problem(law_for(name), device, b=2, s=256, queries=used - 1)
+    for b, n in enumerate(used[:, 0].tolist()):
+        x.k[b, :, n:], x.v[b, :, n:] = torch.nan, torch.nan
+    assert_as_good(x, *run(x, 4))
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_sinks_softcap_and_scale_take_part(splits, device):
+    x = problem(law_for("3d-rpe"), device, t=2, scale=0.3, softcap=4.0, sinks=torch.linspace(-5, 20, 6))
+    out, lse = run(x, splits)
+    assert_as_good(x, out, lse)
+    without = run(replace(x, sinks=None), splits)[1]
+    torch.testing.assert_close(lse, torch.logaddexp(without, x.sinks[None, :, None]), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", [*CHUNKED, "streaming-llm"])
+def test_angles_are_right_at_position_one_million(name, device):
+    """In float32 θ x would be off by 0.06 there; the tolerance is that of short prompts."""
+    law = law_for(name, context=2**20)
+    x = problem(law, device, t=2, keys=range(1_000_000 - 150, 1_000_000), s=150)
+    if name == "streaming-llm":  # its far keys are the first four
+        x = problem(law, device, s=100, queries=torch.tensor([[1_000_000]]))
+    assert_as_good(x, *run(x, 2))
+
+
+def test_a_row_that_sees_nothing_is_zeros_and_minus_infinity(device):
+    law = law_for("3d-rpe")
+    masked = problem(law, device, s=40, key_mask=torch.zeros(1, 40, dtype=torch.bool))
+    before = problem(law, device, s=40, keys=range(50, 90), queries=range(49, 50))
+    for x in (masked, before):
+        for splits in (1, 2):
+            out, lse = run(x, splits)
+            assert (out == 0).all()
+            assert (lse == -torch.inf).all()
+            sinks = torch.randn(6, device=device)
+            out, lse = run(replace(x, sinks=sinks), splits)
+            assert (out == 0).all()
+            torch.testing.assert_close(lse, sinks[None, :, None].expand_as(lse), rtol=1e-6, atol=0)
+
+
+def test_laws_with_equal_names_do_not_share_a_table(device):
+    for chunk in (16, 32):
+        x = problem(law_for("3d-rpe", chunk=chunk), device)
+        assert_as_good(x, *run(x))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"law": ("self-extend", {"window": 8})}, "its far keys turn token by token"),
+        ({"law": ("rerope", {"window": 8})}, "its far keys turn token by token"),
+        ({"law": ("leaky-rerope", {"window": 8})}, "its far keys turn token by token"),
+        ({"law": ("3d-rpe", {"chunk": 1, "window": 8})}, "its far keys turn token by token"),
+        ({"law": ("3d-rpe", {"chunk": 8, "window": 16})}, "its chunks of 8 tokens are shorter than 16"),
+        ({"turned": False}, "its keys must have been turned by stock RoPE"),
+        ({"t": 17}, "17 queries are more than 16"),
+        ({"dtype": torch.float64}, "it computes in float32, not in float64"),
+        ({"d": 72}, "head dimensions are 72 and 72, not one multiple of 16 up to 256"),
+        ({"e": 32}, "head dimensions are 64 and 32, not one multiple of 16 up to 256"),
+        ({"grad": True}, "it has no gradient"),
+        ({"strided": True}, "q, k and v must be contiguous in their last dimension"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_problem_that_it_cannot_run_is_refused_with_the_reason(change, reason, device):
+    name, parameters = change.pop("law", ("rope", {}))
+    d, t = change.pop("d", 64), change.pop("t", 1)
+    x = problem(law_for(name, head_dim=d, **parameters), device, t=t, s=30)
+    if "dtype" in change:
+        x = in_float64(x)
+    if "e" in change:
+        x = replace(x, v=x.v[..., : change["e"]])
+    if "grad" in change:
+        x.q.requires_grad_()
+    if "strided" in change:
+        x = replace(x, k=x.k.transpose(2, 3).contiguous().transpose(2, 3))
+    if "turned" in change:
+        x = replace(x, turned=False)
+    assert decode.supports(x) == reason
+
+
+def test_a_step_allocates_and_launches_and_does_nothing_else(device, monkeypatch):
+    """What a CUDA graph can capture: no copy, no wait, no small kernels around the two."""
+    from rpe3d.attention import decode_kernel
+
+    class Silent:
+        def __getitem__(self, grid):
+            return lambda *args, **kwargs: launched.append(grid)
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.add(function.overloadpacket.__name__)
+            return function(*args, **kwargs or {})
+
+    monkeypatch.undo()  # poisoning fills, which is no part of a step
+    tensors = {"queries": torch.full((2, 1), 600), "keys": torch.arange(700).expand(2, 700)}
+    masks = {"key_mask": torch.ones(2, 700, dtype=torch.bool), "query_mask": torch.ones(2, 1, dtype=torch.bool)}
+    x = problem(law_for("3d-rpe"), device, b=2, s=700, sinks=torch.randn(6), **tensors, **masks)
+    decode.table(x.law, x.q.device)  # as the first step does
+    for kernel in ("_decode_kernel", "_merge_kernel"):
+        monkeypatch.setattr(decode_kernel, kernel, Silent())
+    launched, seen = [], set()
+    with Record():
+        decode.attend(x)
+    assert len(launched) == 2
+    assert seen <= {"empty", "empty_like", "view", "slice", "detach"}  # the last three are views
+
+
+def test_splits_fill_the_machine_but_stay_worth_their_merge():
+    """DESIGN 4, decode: two programs per multiprocessor, and no split of fewer than 256 keys."""
+    from rpe3d.attention.decode_kernel import LEAST_KEYS, split
+
+    assert split(8, 32768, 132) == 33  # batch 1, 8 key heads on an H200: 264 programs
+    assert split(64, 131072, 132) == 4
+    assert split(1000, 131072, 132) == 1
+    assert split(1, 1, 132) == 1
+    for keys in (300, 1000, 5000):
+        assert math.ceil(keys / LEAST_KEYS) >= split(2, keys, 132)
+
+
+def test_attention_needs_no_triton_to_be_imported():
+    code = "import sys; sys.modules['triton'] = None; import rpe3d.attention.decode, rpe3d.attention.merge"
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ}, timeout=120)

@@ -1,0 +1,69 @@
+"""The schedule of library calls covers every visible pair exactly once, in the region that it belongs to."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rpe3d import laws, make_law
+from rpe3d.attention.schedule import moved, schedule
+
+
+def covered(blocks, queries, keys):
+    """How often each pair (query, key) is computed, and in which region."""
+    times = torch.zeros(queries.stop, keys.stop, dtype=torch.long)
+    region = torch.full_like(times, -1)
+    rows_seen = []
+    for block in blocks:
+        rows_seen += block.rows
+        for call in block.calls:
+            for n in range(call.times):
+                one = moved(call, n)
+                row, column = torch.arange(one.rows)[:, None], torch.arange(one.columns)[None, :]
+                shown = {"full": row == row, "causal": column <= row, "reverse": column > row}[one.shape]
+                shown = shown.expand(one.rows, one.columns)
+                assert one.query >= block.rows.start
+                assert one.query + one.rows <= block.rows.stop
+                assert one.key >= 0
+                assert one.key + one.columns <= keys.stop
+                square = (slice(one.query, one.query + one.rows), slice(one.key, one.key + one.columns))
+                times[square] += shown
+                region[square][shown] = one.region
+    assert rows_seen == list(queries)
+    return times, region
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(sorted(laws())),
+    st.integers(1, 170),
+    st.integers(0, 169),
+    st.sampled_from([1, 7, 32, 1000]),
+    st.integers(8, 40),
+    st.booleans(),
+)
+def test_every_visible_pair_is_in_exactly_one_call(name, length, start, rows, pretrained, small):
+    """Any law, any part of the queries against all keys so far, any block size."""
+    start = min(start, length - 1)
+    chunks = {"3d-rpe": {"chunk": 3, "window": 6, "reach": 9}} if small and pretrained >= 9 else {}
+    law = make_law(name, pretrained=pretrained, context=200, head_dim=4, **chunks.get(name, {}))
+    queries, keys = range(start, length), range(length)
+    times, region = covered(schedule(law.regions, queries, keys, rows), queries, keys)
+    p = torch.arange(length)
+    query, key = torch.broadcast_tensors(p[:, None], p[None, :])
+    expected = torch.full_like(region, -1)
+    for i, r in enumerate(law.regions):
+        expected[r.contains(query, key) & (key <= query)] = i
+    expected[:start] = -1
+    assert torch.equal(times, (expected >= 0).long())
+    assert torch.equal(region, expected)
+
+
+@pytest.mark.parametrize(("chunk", "calls"), [(512, 5), (1024, 4)])
+def test_a_block_of_bounded_attention_is_a_handful_of_calls(chunk, calls):
+    """2048 rows: own chunks, near chunks, what is far for all, and log2 squares of the staircase."""
+    law = make_law("3d-rpe", pretrained=8192, context=131072, head_dim=128, chunk=chunk, window=5 * chunk // 2 * 2)
+    blocks = list(schedule(law.regions, range(131072), range(131072), 2048))
+    assert max(len(block.calls) for block in blocks) == calls
