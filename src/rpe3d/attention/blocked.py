@@ -15,7 +15,7 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from rpe3d.attention.library import Backend
-from rpe3d.attention.merge import MOST, Part, merge
+from rpe3d.attention.merge import MOST, Part, add_up, merge
 from rpe3d.attention.schedule import Block, Call, schedule
 from rpe3d.attention.table import table
 from rpe3d.config import freeze
@@ -35,7 +35,11 @@ class Task:
     scale: float
     backend: Backend
     rows: int
+    """Queries in a block of the forward."""
+    backward_rows: int = 8192
+    """In one of the backward: every block adds to the gradients of all keys before it, so few and large ones."""
     slab: int = 65536
+    """Far keys that are turned at a time."""
     regions: tuple[Region, ...] = field(init=False)
     blocks: tuple[Block, ...] = field(init=False)
     """Empty where no schedule fits."""
@@ -178,34 +182,38 @@ def _backward(
     dk: dict[Turn, Tensor] = {STOCK: torch.zeros(k.shape, dtype=precise, device=k.device)}
     dv = torch.zeros(v.shape, dtype=precise, device=v.device)
     far: dict[Turn, Tensor] = {}
-    for block in task.blocks:
+    for block in schedule(task.regions, task.queries, task.keys, task.backward_rows):
         here = _rows(block.rows, task.queries)
         turned: dict[Turn, Tensor] = {STOCK: q[:, :, here]}
-        sums: dict[Turn, Tensor] = {}
+        parts: dict[Turn, list[Part]] = {STOCK: []}
         for call in block.calls:
             region = task.regions[call.region]
             if region.query not in turned:
                 turned[region.query] = task.turn(turned[STOCK], region.query, block.rows)
-            if region.query not in sums:
-                sums[region.query] = torch.zeros(turned[STOCK].shape, dtype=precise, device=q.device)
             if region.key not in dk:
                 dk[region.key] = torch.zeros_like(dk[STOCK])
                 far[region.key] = task.turn(k, region.key, task.keys)
-            rows = call.query - block.rows.start
-            tensors = (
-                _window(do[:, :, here], rows, call.rows, call),
-                _window(turned[region.query], rows, call.rows, call),
+            start = call.query - block.rows.start
+            gq, gk, gv = _gradients(
+                task,
+                call,
+                _window(do[:, :, here], start, call.rows, call),
+                _window(turned[region.query], start, call.rows, call),
                 _window(far.get(region.key, k), call.key, call.columns, call),
                 _window(v, call.key, call.columns, call),
-                _window(out[:, :, here], rows, call.rows, call),
-                _window(lse[:, :, here, None], rows, call.rows, call)[..., 0],
+                _window(out[:, :, here], start, call.rows, call),
+                _window(lse[:, :, here, None], start, call.rows, call)[..., 0],
             )
-            gq, gk, gv = _gradients(task, call, *tensors)
-            _add(sums[region.query], gq, rows, call)
+            parts.setdefault(region.query, []).append(Part(gq, gq, start, call.step if call.times > 1 else 0))
             _add(dk[region.key], gk, call.key, call)
             _add(dv, gv, call.key, call)
-        total = [task.turn(g, turn, block.rows, back=True) for turn, g in sums.items()]
-        dq[:, :, here] = sum(total[1:], total[0]) if total else 0
+        for turn, some in parts.items():
+            if turn != STOCK:
+                total = torch.empty(turned[STOCK].shape, dtype=precise, device=q.device)
+                add_up(some, total)
+                back = task.turn(total, turn, block.rows, back=True)
+                parts[STOCK].append(Part(back, back))
+        add_up(parts[STOCK], dq[:, :, here])
     keys = [task.turn(g, turn, task.keys, back=True) for turn, g in dk.items()]
     return dq, sum(keys[1:], keys[0]).to(k.dtype), dv.to(v.dtype)
 

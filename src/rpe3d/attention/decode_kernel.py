@@ -491,7 +491,6 @@ def launch(x: Inputs, plan: Plan, table: Tensor, *, splits: int | None = None, *
             **options,
         )
         if splits > 1:
-            block_s = _power(splits)
             _merge_kernel[(b * h * t,)](
                 parts,
                 logs,
@@ -501,8 +500,8 @@ def launch(x: Inputs, plan: Plan, table: Tensor, *, splits: int | None = None, *
                 splits,
                 *out.stride()[:3],
                 HEADS=h,
-                BLOCK_S=block_s,
-                STEP=min(block_s, 32),
+                BLOCK_S=max(64, _power(splits)),  # one kernel while a text grows
+                STEP=32,
                 **common,
                 num_warps=4,
             )

@@ -93,7 +93,7 @@ def _blocked(x: Inputs, backend: str | None) -> tuple[Tensor, Tensor]:
 
 def _rows(keys: int) -> int:
     """Queries in a block: few blocks where the host must keep up with the device, small parts where memory counts."""
-    return 4096 if keys <= 65536 else 2048
+    return 8192 if keys <= 65536 else 2048
 
 
 def _gathered(x: Inputs, results: list[tuple[slice, Span, Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

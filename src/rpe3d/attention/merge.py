@@ -65,6 +65,27 @@ def merge(
         merge_kernel.merge(whole, out, lse, sinks)
 
 
+def add_up(parts: Sequence[Part], out: Float[Tensor, "b h t e"]) -> None:
+    """out = Σ_i o_i over the parts that hold a row, zeros where none does: how gradients of parts meet.
+
+    Written into the tensor given, in one pass over memory on CUDA; any number of parts, whose `lse` is not looked at.
+    """
+    if not parts:
+        out.zero_()
+    if out.is_cuda and _HAS_TRITON and out.dtype != torch.float64:
+        from rpe3d.attention import merge_kernel
+
+        for n in range(0, len(parts), MOST - 1):
+            before = [Part(out, out)] if n else []
+            merge_kernel.add_up([*before, *parts[n : n + MOST - 1]], out)
+        return
+    total = torch.zeros(out.shape, dtype=torch.promote_types(out.dtype, torch.float32), device=out.device)
+    for part in parts:
+        for rows, values in _held(part, part.out):
+            total[:, :, rows] += values
+    out.copy_(total)
+
+
 def _plain(parts: Sequence[Part], out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
     """The specification of the kernel: everything is computed before anything is written."""
     precise = torch.promote_types(lse.dtype, torch.float32)

@@ -18,6 +18,21 @@ from rpe3d.config import ConfigError
 
 @triton.jit
 @no_type_check
+def _row(t, live, place):
+    """Where a part has row t of the result: repetition, row, and whether it has it at all.
+
+    A place is start, rows, step, repetitions.
+    """
+    row = t - place[0]
+    n = row // place[2]
+    row -= n * place[2]
+    held = live & (t >= place[0]) & (n < place[3]) & (row < place[1])
+    return n.to(tl.int64), row.to(tl.int64), held
+
+
+# What differs from block to block must not compile a kernel each.
+@triton.jit(do_not_specialize=["places", "tokens", "lse_strides", "lse_b", "lse_h", "lse_t"])
+@no_type_check
 def _merge_kernel(
     parts,
     lses,
@@ -54,12 +69,8 @@ def _merge_kernel(
     total = tl.zeros([BLOCK_T], tl.float32)
     result = tl.zeros([BLOCK_T, WIDTH], tl.float32)
     for i in tl.static_range(PARTS):
-        # A place is start, rows, step, repetitions: where in the result the part's rows lie.
-        row = t - places[i][0]
-        n = row // places[i][2]
-        row = (row - n * places[i][2]).to(tl.int64)
-        held = live & (t >= places[i][0]) & (n < places[i][3]) & (row < places[i][1])
-        n = n.to(tl.int64) + b
+        n, row, held = _row(t, live, places[i])
+        n += b
         at = n * lse_strides[i][0] + h * lse_strides[i][1] + row * lse_strides[i][2]
         log = tl.load(lses[i] + at, mask=held, other=float("-inf")).to(tl.float32)
         at = n * part_strides[i][0] + h * part_strides[i][1] + row * part_strides[i][2]
@@ -90,49 +101,90 @@ def _merge_kernel(
     tl.store(lse + b * lse_b + h * lse_h + t * lse_t, merged, mask=live)
 
 
+@triton.jit
+@no_type_check
+def _add_kernel(
+    parts,
+    part_strides,
+    places,
+    out,
+    heads,
+    tokens,
+    out_b,
+    out_h,
+    out_t,
+    PARTS: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """BLOCK_T rows of one head per program. Equals merge.add_up's plain sum."""
+    program = tl.program_id(0)
+    tiles = tl.cdiv(tokens, BLOCK_T)
+    h = (program // tiles) % heads
+    b = (program // tiles // heads).to(tl.int64)
+    t = (program % tiles) * BLOCK_T + tl.arange(0, BLOCK_T)
+    live = t < tokens
+    j = tl.arange(0, WIDTH)[None, :]
+    result = tl.zeros([BLOCK_T, WIDTH], tl.float32)
+    for i in tl.static_range(PARTS):
+        n, row, held = _row(t, live, places[i])
+        at = (n + b) * part_strides[i][0] + h * part_strides[i][1] + row * part_strides[i][2]
+        result += tl.load(parts[i] + at[:, None] + j, mask=held[:, None] & (j < DIM), other=0.0).to(tl.float32)
+    rows = b * out_b + h * out_h + t.to(tl.int64) * out_t
+    tl.store(out + rows[:, None] + j, result.to(out.dtype.element_ty), mask=live[:, None] & (j < DIM))
+
+
 INTERPRETED = not isinstance(_merge_kernel, triton.JITFunction)
 """The kernel runs in Triton's interpreter, and so takes CPU tensors."""
 
 
-def merge(
-    parts: Sequence[Part],
-    out: Tensor,
-    lse: Tensor,
-    sinks: Tensor | None,
-    *,
-    block_t: int | None = None,
-    num_warps: int = 4,
-) -> None:
-    """Launch for checked arguments. By default a thread holds two vectors of 16 bytes of each part."""
+def merge(parts: Sequence[Part], out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
+    """Launch for checked arguments."""
     if not out.is_cuda and not INTERPRETED:
         raise ConfigError(f'impl is "triton" but out is on {out.device}', 'move it to a GPU, or pass impl="auto"')
-    b, heads, tokens, dim = out.shape
-    if out.numel() == 0:
-        return
-    width = triton.next_power_of_2(dim)
-    most = max(1, 2 * 16 * 32 * num_warps // (width * out.element_size()))
-    block_t = block_t or min(most, triton.next_power_of_2(tokens))
+    grid, options = _launch(out, len(parts))
     with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
-        _merge_kernel[(b * heads * triton.cdiv(tokens, block_t),)](
+        _merge_kernel[grid](
             tuple(part.out for part in parts),
             tuple(part.lse for part in parts),
             tuple(part.out.stride()[:3] for part in parts),
             tuple(part.lse.stride() for part in parts),
-            tuple(_place(part, tokens) for part in parts),
+            tuple(_place(part, out.shape[2]) for part in parts),
             out,
             lse,
             out if sinks is None else sinks,
-            heads,
-            tokens,
+            *out.shape[1:3],
             *out.stride()[:3],
             *lse.stride(),
-            PARTS=len(parts),
-            DIM=dim,
-            WIDTH=width,
             SINKS=sinks is not None,
-            BLOCK_T=block_t,
-            num_warps=num_warps,
+            **options,
         )
+
+
+def add_up(parts: Sequence[Part], out: Tensor) -> None:
+    """Launch."""
+    grid, options = _launch(out, len(parts))
+    with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
+        _add_kernel[grid](
+            tuple(part.out for part in parts),
+            tuple(part.out.stride()[:3] for part in parts),
+            tuple(_place(part, out.shape[2]) for part in parts),
+            out,
+            *out.shape[1:3],
+            *out.stride()[:3],
+            **options,
+        )
+
+
+def _launch(out: Tensor, parts: int) -> tuple[tuple[int], dict[str, int]]:
+    """Grid and blocks: a thread holds two vectors of 16 bytes of each part."""
+    b, heads, tokens, dim = out.shape
+    width, num_warps = triton.next_power_of_2(dim), 4
+    block_t = max(1, 2 * 16 * 32 * num_warps // (width * out.element_size()))
+    block_t = min(block_t, triton.next_power_of_2(tokens))
+    options = {"PARTS": parts, "DIM": dim, "WIDTH": width, "BLOCK_T": block_t, "num_warps": num_warps}
+    return (b * heads * triton.cdiv(tokens, block_t),), options
 
 
 def _place(part: Part, tokens: int) -> tuple[int, int, int, int]:

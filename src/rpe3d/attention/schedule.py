@@ -14,6 +14,7 @@ triangle, which is a causal one with both sides read backwards.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -126,12 +127,14 @@ def _chunk_blocks(regions: tuple[Region, ...], chunk: int, queries: range, keys:
         block = range(queries.start, head)
         yield Block(rows=block, calls=tuple(_trapezoid(0, block, 0, block.start, keys.stop)))
     start = max(queries.start, head)
+    # A long chunk is cut evenly, and not below twice the rows: its pieces share no calls, as chunks of a block do.
+    piece = math.ceil(chunk / math.ceil(chunk / (2 * rows)))
     while start < queries.stop:
         whole = (queries.stop - start) // chunk if start % chunk == 0 else 0
         count = 1
         while 2 * count <= whole and 2 * count * chunk <= rows:
             count *= 2
-        stop = min(queries.stop, (start // chunk + count) * chunk, start + rows)
+        stop = min(queries.stop, (start // chunk + count) * chunk, start + max(rows, piece))
         block = range(start, stop)
         calls = [call for i, r in enumerate(regions) for call in _chunk_calls(i, r, chunk, block, count, keys)]
         yield Block(rows=block, calls=tuple(calls))

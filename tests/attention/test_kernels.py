@@ -1,0 +1,43 @@
+"""Small kernels of attention against their plain forms, in Triton's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rpe3d import laws, make_law
+from rpe3d.attention import merge_kernel, table_kernel
+from rpe3d.attention.merge import Part, add_up
+from rpe3d.attention.table import plain
+
+
+@pytest.mark.parametrize("first", [0, 13, 999_983])
+@pytest.mark.parametrize("name", laws())
+def test_the_table_kernel_is_as_exact_as_float32_can_be(name, first, device):
+    """Angles in float64 up to position 1,000,000; what is left is the rounding of cos and sin."""
+    law = make_law(name, pretrained=64, context=1_100_000, head_dim=24)
+    theta = law.frequencies().to(device)
+    positions = range(first, first + 37)
+    for turn in {region.query for region in law.regions} | {region.key for region in law.regions}:
+        exact = plain(turn, positions, theta, torch.float64)
+        for got, truth in zip(table_kernel.table(turn, positions, theta), exact, strict=True):
+            assert got.dtype == torch.float32
+            torch.testing.assert_close(got.double(), truth, rtol=0, atol=4e-7)
+
+
+def test_parts_add_up_where_they_lie(device):
+    """A whole part, a part of the rows, and repetitions with gaps; rows of none are zeros."""
+    whole = torch.randn(1, 3, 20, 24, device=device)
+    some = torch.randn(1, 3, 5, 24, device=device)
+    repeated = torch.randn(2, 3, 3, 24, device=device)
+    expected = torch.zeros(1, 3, 25, 24, device=device)
+    expected[:, :, :20] += whole
+    expected[:, :, 4:9] += some
+    expected[:, :, 2:5] += repeated[:1]
+    expected[:, :, 10:13] += repeated[1:]
+    parts = [Part(whole, whole), Part(some, some, 4), Part(repeated, repeated, 2, 8)]
+    plainly, by_kernel = (torch.full_like(expected, torch.nan) for _ in range(2))
+    add_up(parts, plainly)
+    merge_kernel.add_up(parts, by_kernel)
+    torch.testing.assert_close(plainly, expected)
+    torch.testing.assert_close(by_kernel, expected)
