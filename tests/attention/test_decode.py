@@ -223,7 +223,7 @@ def test_sinks_softcap_and_scale_take_part(splits, device):
 
 @pytest.mark.parametrize("name", [*CHUNKED, "streaming-llm"])
 def test_angles_are_right_at_position_one_million(name, device):
-    """In float32 θ x would be off by 0.06 there; the tolerance is that of short prompts."""
+    """Steps of float32 are 0.06 there; the tolerance is that of short prompts."""
     law = law_for(name, context=2**20)
     x = problem(law, device, t=2, keys=range(1_000_000 - 150, 1_000_000), s=150)
     if name == "streaming-llm":  # its far keys are the first four
@@ -315,7 +315,7 @@ def test_a_step_allocates_and_launches_and_does_nothing_else(device, monkeypatch
 
 
 def test_splits_fill_the_machine_but_stay_worth_their_merge():
-    """DESIGN 4, decode: two programs per multiprocessor, and no split of fewer than 256 keys."""
+    """Two programs per multiprocessor, and no split of fewer than 256 keys."""
     from rpe3d.attention.decode_kernel import LEAST_KEYS, split
 
     assert split(8, 32768, 132) == 33  # batch 1, 8 key heads on an H200: 264 programs

@@ -100,11 +100,11 @@ def test_a_turn_is_its_formula():
         offset=2.0,
         stride=3.0,
         start=0.5,
-        ceiling=11.0,
+        ceiling=5.0,
         phase=Phase(base=10.0, sign=-1, constant=1.0),
     )
     p = torch.tensor([0, 3, 4, 7, 100])
-    assert turn.position(p).tolist() == [0.5, 6.5, 3.5, 9.5, 11.0]
+    assert turn.position(p).tolist() == [0.5, 5.5, 3.5, 8.5, 75.5]
     angles = turn.angle(p, torch.tensor([1.0, 0.5], dtype=torch.float64))
     assert angles[2].tolist() == [3.5 + 1 - 0.1, 1.75 + 1 - 0.1]
 

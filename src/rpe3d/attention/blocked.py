@@ -250,9 +250,8 @@ def _window(x: Tensor, start: int, length: int, call: Call) -> Tensor:
 
 
 def _add(total: Tensor, part: Tensor, start: int, call: Call) -> None:
-    """Add what `_window` showed. Repetitions that overlap are added a step's width at a time, which do not."""
-    length = part.shape[2]
-    width = min(call.step, length) if call.times > 1 else length
-    for offset in range(0, length, width):
-        piece = part[:, :, offset : offset + width]
-        _window(total, start + offset, piece.shape[2], call).add_(piece)
+    """Add what `_window` showed. Repetitions overlap, so each goes in slices of a step, which do not."""
+    length, step = part.shape[2], call.step if call.times > 1 else 0
+    here = total[:, :, start : start + (call.times - 1) * step + length]
+    slices = [Part(x, x, n * step, step) for n, x in enumerate(part.split(step, dim=2))] if step else [Part(part, part)]
+    add_up([Part(here, here), *slices], here)

@@ -23,6 +23,7 @@ MOST_QUERIES = 16
 LEAST_CHUNK = 16  # a tile ends where its chunk ends, and tensor cores want tiles of 16
 _NEVER = 2.0**31 - 1  # no position and no chunk distance passes it (config.LONGEST)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_HAS_TRITON = find_spec("triton") is not None
 
 
 def supports(x: Inputs) -> str | None:
@@ -104,7 +105,7 @@ def table(law: Law, device: torch.device) -> Float64[Tensor, " n"]:
     """All numbers of a law that the kernel reads, on the device: `region_row` of each region, then θ_l / 2π.
 
     A pure function of a frozen law. It is cached because a copy to the device has no place in a captured graph, and it
-    is float64 because a kernel's own scalars are float32, which at position 1,000,000 is off by 0.06.
+    is float64 because a kernel's own scalars are float32, whose steps at position 1,000,000 are 0.06.
     """
     rows = [number for region in law.regions for number in region_row(region)]
     theta = law.frequencies() if any(plan(law).turning) else torch.zeros(0, dtype=torch.float64)
@@ -147,7 +148,7 @@ def _constant(phase: Phase | None) -> float:
 
 def _machine(device: torch.device) -> str | None:
     """What the machine lacks."""
-    if find_spec("triton") is None:
+    if not _HAS_TRITON:
         return "Triton is not installed"
     if device.type != "cuda":
         from rpe3d.attention import decode_kernel

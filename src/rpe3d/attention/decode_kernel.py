@@ -25,7 +25,6 @@ from rpe3d.attention.contract import Inputs
 from rpe3d.attention.decode import Plan
 
 LEAST_KEYS = 256  # of a split: with fewer, merging costs more than it saves
-WAVES = 2  # programs per multiprocessor: as many as are resident at once with the tiles chosen below
 ROW = tl.constexpr(16)  # numbers per region in the table
 NEVER = tl.constexpr(2**31 - 1)
 LOG2_E = math.log2(math.e)
@@ -85,8 +84,8 @@ def _query_turn(row, p):
     """Turn.position(p) - p less the key's start, and the phase in turns: what does not depend on the key's chunk."""
     chunk = tl.load(row + 4).to(tl.int32)
     j = (p.to(tl.int32) // chunk).to(tl.int64)
-    x = tl.load(row + 5) * (p - j * chunk).to(tl.float64) + tl.load(row + 6) * j.to(tl.float64) + tl.load(row + 7)
-    x = tl.minimum(x, tl.load(row + 8)) - p.to(tl.float64) - tl.load(row + 10)
+    x = tl.minimum(tl.load(row + 5) * (p - j * chunk).to(tl.float64), tl.load(row + 8))
+    x += tl.load(row + 6) * j.to(tl.float64) + tl.load(row + 7) - p.to(tl.float64) - tl.load(row + 10)
     phase = tl.load(row + 11) * tl.exp2((-tl.load(row + 12) * j.to(tl.float64)).to(tl.float32)).to(tl.float64)
     return x, phase + tl.load(row + 15)
 
@@ -287,6 +286,7 @@ def _decode_kernel(
             j = tile // per_chunk
             within = (tile - j * per_chunk) * BLOCK_N
             position = j.to(tl.int64) * chunk + within
+
             # Rows of the tile, as columns from `position` on: those that exist, and those that a query sees.
             left = tl.maximum(low - position, 0).to(tl.int32)
             right = tl.minimum(high - position, tl.minimum(chunk - within, BLOCK_N)).to(tl.int32)
@@ -299,6 +299,7 @@ def _decode_kernel(
                     theta = table + REGIONS * ROW
                     turned = _turned(q, live[:, None], row, theta, x, phase, j, DIM, WIDTH, PAIRS, INTERLEAVED)
                     turned_for = j
+
             rows = exist[:, None] & (d < DIM)
             key = tl.load(k + index * k_s + column[:, None] * k_s + d, mask=rows, other=0.0)
             score = _dot(turned, tl.trans(key), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), WIDEN) * scale
@@ -410,19 +411,22 @@ def _processors(device: torch.device) -> int:
 
 
 def split(programs: int, keys: int, processors: int) -> int:
-    """Into how many parts the keys of each of `programs` row tiles go: WAVES programs per multiprocessor in all."""
-    return max(1, min(round(WAVES * processors / programs), _cdiv(keys, LEAST_KEYS)))
+    """Into how many parts the keys of each of `programs` row tiles go: one program per multiprocessor in all.
+
+    On an H200 two smaller programs on each were up to 2 % slower (docs/log.md).
+    """
+    return max(1, min(processors // programs, _cdiv(keys, LEAST_KEYS)))
 
 
 def tile(rows: int, width: int, itemsize: int, chunk: int | None) -> dict[str, int]:
     """Blocks and launch options.
 
-    A tile of keys and one of values are 32 KB; three stages keep two pairs of them in shared memory, so that two
-    programs fit on a multiprocessor of an H200 with 128 KB on the way from memory, about twice what hides its latency.
+    A tile of keys and one of values are 64 KB; three stages keep two pairs of them in shared memory, so that a
+    multiprocessor of an H200 has 128 KB on the way from memory, about twice what hides its latency.
     Eight warps where four would spill registers. A tile ends with its chunk, so a short chunk takes a short tile.
     """
     block_m = min(64, max(16, _power(rows)))
-    block_n = max(16, min(128, 16384 // (width * itemsize)))
+    block_n = max(16, min(128, 32768 // (width * itemsize)))
     if chunk is not None:
         block_n = min(block_n, _power(chunk))
     return {

@@ -70,14 +70,12 @@ def add_up(parts: Sequence[Part], out: Float[Tensor, "b h t e"]) -> None:
 
     Written into the tensor given, in one pass over memory on CUDA; any number of parts, whose `lse` is not looked at.
     """
-    if not parts:
-        out.zero_()
     if out.is_cuda and _HAS_TRITON and out.dtype != torch.float64:
         from rpe3d.attention import merge_kernel
 
-        for n in range(0, len(parts), MOST - 1):
-            before = [Part(out, out)] if n else []
-            merge_kernel.add_up([*before, *parts[n : n + MOST - 1]], out)
+        merge_kernel.add_up(parts[:MOST], out)
+        for n in range(MOST, len(parts), MOST - 1):
+            merge_kernel.add_up([Part(out, out), *parts[n : n + MOST - 1]], out)
         return
     total = torch.zeros(out.shape, dtype=torch.promote_types(out.dtype, torch.float32), device=out.device)
     for part in parts:

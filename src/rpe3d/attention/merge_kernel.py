@@ -30,8 +30,8 @@ def _row(t, live, place):
     return n.to(tl.int64), row.to(tl.int64), held
 
 
-# What differs from block to block must not compile a kernel each.
-@triton.jit(do_not_specialize=["places", "tokens", "lse_strides", "lse_b", "lse_h", "lse_t"])
+# Lengths must not compile a kernel each. (Triton heeds this for plain arguments, not inside tuples.)
+@triton.jit(do_not_specialize=["tokens", "lse_b", "lse_h", "lse_t"])
 @no_type_check
 def _merge_kernel(
     parts,
@@ -180,11 +180,10 @@ def add_up(parts: Sequence[Part], out: Tensor) -> None:
 def _launch(out: Tensor, parts: int) -> tuple[tuple[int], dict[str, int]]:
     """Grid and blocks: a thread holds two vectors of 16 bytes of each part."""
     b, heads, tokens, dim = out.shape
-    width, num_warps = triton.next_power_of_2(dim), 4
-    block_t = max(1, 2 * 16 * 32 * num_warps // (width * out.element_size()))
-    block_t = min(block_t, triton.next_power_of_2(tokens))
+    width, num_warps = 1 << (dim - 1).bit_length(), 4
+    block_t = max(1, min(2 * 16 * 32 * num_warps // (width * out.element_size()), 1 << (tokens - 1).bit_length()))
     options = {"PARTS": parts, "DIM": dim, "WIDTH": width, "BLOCK_T": block_t, "num_warps": num_warps}
-    return (b * heads * triton.cdiv(tokens, block_t),), options
+    return (b * heads * -(-tokens // block_t),), options
 
 
 def _place(part: Part, tokens: int) -> tuple[int, int, int, int]:

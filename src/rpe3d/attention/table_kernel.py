@@ -37,9 +37,10 @@ def _table_kernel(
     j = tl.arange(0, WIDTH)
     p = first.to(tl.int64) + t
     within, block = (p % chunk).to(tl.float64), (p // chunk).to(tl.float64)
-    x = tl.load(numbers) * within + tl.load(numbers + 1) * block + tl.load(numbers + 2)
+    x = tl.load(numbers) * within
     if CEILING:
         x = tl.minimum(x, tl.load(numbers + 3))
+    x += tl.load(numbers + 1) * block + tl.load(numbers + 2)
     theta = tl.load(frequencies + j, mask=j < PAIRS, other=0.0)
     angle = (x - p.to(tl.float64))[:, None] * theta[None, :]
     if PHASE:

@@ -32,7 +32,7 @@ class Phase:
 class Turn:
     """Position p -> the position x that a vector is turned to; the angle of plane l is θ_l x + y.
 
-    x(p) = min( offset · (p mod chunk) + stride · (p div chunk) + start, ceiling ).  `Turn()` is plain RoPE, x = p.
+    x(p) = min( offset · (p mod chunk), ceiling ) + stride · (p div chunk) + start.  `Turn()` is plain RoPE, x = p.
     """
 
     chunk: int = 1
@@ -44,8 +44,8 @@ class Turn:
 
     def position(self, p: Int[Tensor, "*p"]) -> Float64[Tensor, "*p"]:
         """x(p), in float64."""
-        x = self.offset * (p % self.chunk).to(torch.float64) + self.stride * (p // self.chunk).to(torch.float64)
-        return (x + self.start).clamp(max=self.ceiling)
+        within = (self.offset * (p % self.chunk).to(torch.float64)).clamp(max=self.ceiling)
+        return within + self.stride * (p // self.chunk).to(torch.float64) + self.start
 
     def angle(self, p: Int[Tensor, "*p"], frequencies: Float64[Tensor, " l"]) -> Float64[Tensor, "*p l"]:
         """θ_l x(p) + y(p), the angle by which a vector at p is turned in each plane."""

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rpe3d.config import ConfigError, real, whole
+from rpe3d.config import LONGEST, ConfigError, real, whole
 from rpe3d.geometry.law import Law, parameter
 from rpe3d.geometry.plan import Phase, Region, Turn
 
@@ -19,15 +19,16 @@ def default_reach(pretrained: int) -> int:
 def dual_chunk_regions(chunk: int, window: int, phase: Phase | None = None) -> tuple[Region, ...]:
     """Dual chunk attention (An et al. 2024, arXiv 2402.17463), with an optional phase on the far pairs.
 
-    Keys at n. Queries at m for their own chunk, min(m + c, w) for the previous one, w for all farther ones.
+    Keys stand at n; queries at m for their own chunk, at min(m + c, w) for the previous one, at w for all farther ones.
+    Only differences count, and a chunk or two away whole chunks can be added to both sides: so the first two regions
+    leave the keys where stock RoPE has them, with the query at i c + m and at i c + min(m, w - c).
     """
-    within = Turn(chunk=chunk, offset=1.0, stride=0.0)
-    following = Turn(chunk=chunk, offset=1.0, stride=0.0, start=float(chunk), ceiling=float(window))
+    following = Turn(chunk=chunk, offset=1.0, ceiling=float(window - chunk), stride=float(chunk))
     far_query = Turn(chunk=chunk, stride=0.0, start=float(window), phase=phase)
     far_key = Turn(chunk=chunk, offset=1.0, stride=0.0, phase=phase)
     return (
-        Region(unit=chunk, last=0, query=within, key=within),
-        Region(unit=chunk, first=1, last=1, query=following, key=within),
+        Region(unit=chunk, last=0),
+        Region(unit=chunk, first=1, last=1, query=following),
         Region(unit=chunk, first=2, query=far_query, key=far_key),
     )
 
@@ -182,5 +183,5 @@ class StreamingLlm(_Window):
     def regions(self) -> tuple[Region, ...]:
         if not self.sinks:
             return (self.near,)
-        far_query = Turn(ceiling=float(self.sinks + self.window - 1))
+        far_query = Turn(chunk=LONGEST, offset=1.0, ceiling=float(self.sinks + self.window - 1))
         return (self.near, Region(first=self.window, keys=self.sinks, query=far_query))
