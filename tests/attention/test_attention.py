@@ -281,6 +281,43 @@ def test_bounded_attention_on_short_inputs_is_the_library_s_own(length):
     assert torch.equal(out, expected)
 
 
+@pytest.mark.parametrize("name", ["rope", "3d-rpe", "self-extend"])
+def test_inference_compiles_to_one_graph_and_the_same_bits(name):
+    """torch.compile(fullgraph=True): a prefill, and decoding steps with positions as tensors."""
+    law = law_for(name)
+    q, k, v = vectors(dtype=torch.float64)
+
+    def prefill(q, k, v, sinks):
+        return attention(q, k, v, law, sinks=sinks)
+
+    def step(q, k, v, position):
+        return attention(q, k, v, law, turned=True, query_positions=position, key_positions=torch.arange(75))
+
+    cases = [(prefill, (q, k, v, torch.linspace(0, 1, 6)))]
+    cases += [(step, (q[:, :, t : t + 1], k, v, torch.tensor([t]))) for t in (70, 74)]
+    with torch.no_grad():
+        for function, given in cases:
+            compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+            for a, b in zip(function(*given), compiled(*given), strict=True):
+                assert torch.equal(a, b)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo looks at it when it resumes
+def test_training_under_compile_breaks_the_graph_and_keeps_the_gradients():
+    law = law_for("3d-rpe")
+    results = []
+    for compile_it in (False, True):
+        q, k, v = (x.requires_grad_() for x in vectors(dtype=torch.float64))
+
+        def loss(q, k, v):
+            return attention(q * 2, k, v, law)[0].square().sum()
+
+        function = torch.compile(loss, backend="aot_eager") if compile_it else loss
+        results.append(torch.autograd.grad(function(q, k, v), (q, k, v)))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
 WRONG = [
     ({"q": torch.randn(1, 2, 5)}, "q is"),
     ({"q": torch.ones(1, 2, 5, 16, dtype=torch.long)}, "give floating point"),

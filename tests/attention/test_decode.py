@@ -307,6 +307,7 @@ def test_a_step_allocates_and_launches_and_does_nothing_else(device, monkeypatch
     decode.table(x.law, x.q.device)  # as the first step does
     for kernel in ("_decode_kernel", "_merge_kernel"):
         monkeypatch.setattr(decode_kernel, kernel, Silent())
+    monkeypatch.setattr(decode_kernel, "_processors", lambda device: 132)
     launched, seen = [], set()
     with Record():
         decode.attend(x)
@@ -315,11 +316,11 @@ def test_a_step_allocates_and_launches_and_does_nothing_else(device, monkeypatch
 
 
 def test_splits_fill_the_machine_but_stay_worth_their_merge():
-    """Two programs per multiprocessor, and no split of fewer than 256 keys."""
+    """One program per multiprocessor, and no split of fewer than 256 keys."""
     from rpe3d.attention.decode_kernel import LEAST_KEYS, split
 
-    assert split(8, 32768, 132) == 33  # batch 1, 8 key heads on an H200: 264 programs
-    assert split(64, 131072, 132) == 4
+    assert split(8, 32768, 132) == 16  # batch 1, 8 key heads on an H200: 128 programs
+    assert split(64, 131072, 132) == 2
     assert split(1000, 131072, 132) == 1
     assert split(1, 1, 132) == 1
     for keys in (300, 1000, 5000):

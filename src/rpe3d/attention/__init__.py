@@ -9,9 +9,12 @@ few queries against a long cache.
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
-from rpe3d.attention import reference
+from rpe3d.attention import compiled, reference
 from rpe3d.attention.contract import Inputs, Positions, check
 from rpe3d.attention.dispatch import IMPLS, explain, run
 from rpe3d.geometry import Law
@@ -44,6 +47,23 @@ def attention(
     model's own RoPE, as a Hugging Face cache holds them. impl: "auto", "reference", "blocked" or "decode" (forward
     only); `explain` says what "auto" would take, and why. backend: the library behind "blocked".
     """
+    if torch.compiler.is_compiling() and not (torch.is_grad_enabled() and _any_requires_grad(q, k, v, sinks)):
+        return _compiled(
+            q,
+            k,
+            v,
+            sinks,
+            query_positions,
+            key_positions,
+            query_mask,
+            key_mask,
+            law,
+            scale,
+            softcap,
+            turned,
+            impl,
+            backend,
+        )
     x = check(
         q,
         k,
@@ -58,4 +78,32 @@ def attention(
         sinks=sinks,
         turned=turned,
     )
-    return run(x, impl, backend)
+    out, lse = run(x, impl, backend)
+    return out, lse
+
+
+def _any_requires_grad(*tensors: Tensor | None) -> bool:
+    return any(x is not None and x.requires_grad for x in tensors)
+
+
+def _compiled(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    query_positions: Positions,
+    key_positions: Positions,
+    query_mask: Tensor | None,
+    key_mask: Tensor | None,
+    law: Law,
+    *rest: Any,
+) -> tuple[Tensor, Tensor]:
+    """Inside torch.compile: one operator. Its positions are tensors."""
+    queries, keys = (
+        torch.arange(p.start, p.stop, device=q.device) if isinstance(p, range) else p
+        for p in (query_positions, key_positions)
+    )
+    result: tuple[Tensor, Tensor] = compiled.attention(
+        q, k, v, sinks, queries, keys, query_mask, key_mask, law.json, *rest
+    )
+    return result

@@ -36,7 +36,7 @@ class Task:
     backend: Backend
     rows: int
     """Queries in a block of the forward."""
-    backward_rows: int = 8192
+    backward_rows: int = 16384
     """In one of the backward: every block adds to the gradients of all keys before it, so few and large ones."""
     slab: int = 65536
     """Far keys that are turned at a time."""

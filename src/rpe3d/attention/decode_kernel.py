@@ -92,42 +92,27 @@ def _query_turn(row, p):
 
 @triton.jit
 @no_type_check
-def _turned(
-    q,
-    live,
-    row,
-    theta,
-    x,
-    phase,
-    j,
-    DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PAIRS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-):
-    """The query rows turned to where their region shows them to key chunk j: by θ (x - slope · j) + phases.
-
-    Angles are float64 until whole turns are dropped. q comes from memory again, since registers are dearer.
-    """
+def _partner(DIM: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """For each dimension: its pair, the other member of it, the sign of that one's share, and whether it turns."""
     d = tl.arange(0, WIDTH)[None, :]
     if INTERLEAVED:
-        pair = d // 2
-        partner = d + 1 - 2 * (d % 2)
-        sign = 2.0 * (d % 2) - 1.0
-    else:
-        pair = d % PAIRS
-        partner = tl.where(d < PAIRS, d + PAIRS, d - PAIRS)
-        sign = tl.where(d < PAIRS, -1.0, 1.0)
-    pairs = d < 2 * PAIRS
+        return d // 2, d + 1 - 2 * (d % 2), 2.0 * (d % 2) - 1.0, d < 2 * PAIRS
+    return d % PAIRS, tl.where(d < PAIRS, d + PAIRS, d - PAIRS), tl.where(d < PAIRS, -1.0, 1.0), d < 2 * PAIRS
+
+
+@triton.jit
+@no_type_check
+def _turned(here, there, sign, pairs, theta, x, phase, slope, key_phase, key_rate, j):
+    """The query rows turned to where their region shows them to key chunk j: by θ (x - slope · j) + phases.
+
+    Angles are float64 until whole turns are dropped. Everything is in registers: the loop over keys waits for this.
+    """
     j = j.to(tl.float64)
-    phase -= tl.load(row + 13) * tl.exp2((-tl.load(row + 14) * j).to(tl.float32)).to(tl.float64)
-    turns = tl.load(theta + pair, mask=pairs, other=0.0) * (x - tl.load(row + 9) * j)[:, None] + phase[:, None]
-    angle = (turns - tl.floor(turns + 0.5)).to(tl.float32) * 6.283185307179586
+    phase -= key_phase * tl.exp2((-key_rate * j).to(tl.float32)).to(tl.float64)
+    turns = theta * (x - slope * j)[:, None] + phase[:, None]
+    angle = ((turns - tl.floor(turns + 0.5)) * 6.283185307179586).to(tl.float32)
     cos = tl.where(pairs, tl.cos(angle), 1.0)
-    sin = tl.sin(angle) * sign
-    here = tl.load(q + d, mask=live & (d < DIM), other=0.0)
-    there = tl.load(q + partner, mask=live & pairs, other=0.0)
-    return (here.to(tl.float32) * cos + there.to(tl.float32) * sin).to(here.dtype)
+    return (here.to(tl.float32) * cos + there.to(tl.float32) * (tl.sin(angle) * sign)).to(here.dtype)
 
 
 @triton.jit
@@ -269,6 +254,10 @@ def _decode_kernel(
     column = tl.arange(0, BLOCK_N)
     q += b * q_b + head[:, None].to(tl.int64) * q_h + t[:, None] * q_t
     stock = tl.load(q + d, mask=live[:, None] & (d < DIM), other=0.0)
+    if TURNING:
+        pair, partner, sign, pairs = _partner(DIM, WIDTH, PAIRS, INTERLEAVED)
+        there = tl.load(q + partner, mask=live[:, None] & pairs, other=0.0)
+        theta = tl.load(table + REGIONS * ROW + pair, mask=pairs, other=0.0)
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
@@ -282,6 +271,7 @@ def _decode_kernel(
         turned_for = -1
         if (TURNING >> r) & 1:
             x, phase = _query_turn(row, p)
+            slope, key_phase, key_rate = tl.load(row + 9), tl.load(row + 13), tl.load(row + 14)
         for tile in range(first_tile + tl.maximum(begin - before, 0), first_tile + tl.minimum(end - before, count)):
             j = tile // per_chunk
             within = (tile - j * per_chunk) * BLOCK_N
@@ -296,8 +286,7 @@ def _decode_kernel(
                 mask = tl.load(key_mask + b * key_mask_b + (index + column) * key_mask_s, mask=exist, other=0)
             if (TURNING >> r) & 1:  # noqa: SIM102 (a question to the compiler, then one to the device)
                 if j != turned_for:
-                    theta = table + REGIONS * ROW
-                    turned = _turned(q, live[:, None], row, theta, x, phase, j, DIM, WIDTH, PAIRS, INTERLEAVED)
+                    turned = _turned(stock, there, sign, pairs, theta, x, phase, slope, key_phase, key_rate, j)
                     turned_for = j
 
             rows = exist[:, None] & (d < DIM)

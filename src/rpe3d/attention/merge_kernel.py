@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import no_type_check
+from typing import Any, no_type_check
 
 import torch
 import triton
@@ -18,15 +18,18 @@ from rpe3d.config import ConfigError
 
 @triton.jit
 @no_type_check
-def _row(t, live, place):
-    """Where a part has row t of the result: repetition, row, and whether it has it at all.
+def _row(first, tokens, place, ALIGNED: tl.constexpr, BLOCK_T: tl.constexpr):
+    """Where a part has rows first .. first + BLOCK_T of the result: repetition, row, and whether it has them at all.
 
-    A place is start, rows, step, repetitions.
+    A place is start, rows, step, repetitions. ALIGNED: all of them fall on tiles, which divide once.
     """
-    row = t - place[0]
-    n = row // place[2]
-    row -= n * place[2]
-    held = live & (t >= place[0]) & (n < place[3]) & (row < place[1])
+    i = tl.arange(0, BLOCK_T)
+    if ALIGNED:
+        n = (first - place[0]) // place[2] + tl.zeros([BLOCK_T], tl.int32)
+    else:
+        n = (first + i - place[0]) // place[2]
+    row = first + i - place[0] - n * place[2]
+    held = (first + i >= place[0]) & (n < place[3]) & (row < place[1]) & (first + i < tokens)
     return n.to(tl.int64), row.to(tl.int64), held
 
 
@@ -54,6 +57,7 @@ def _merge_kernel(
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     SINKS: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     """BLOCK_T rows of one head per program. Loads do not wait for each other; all of them precede the stores."""
@@ -61,7 +65,8 @@ def _merge_kernel(
     tiles = tl.cdiv(tokens, BLOCK_T)
     h = (program // tiles) % heads
     b = (program // tiles // heads).to(tl.int64)
-    t = (program % tiles) * BLOCK_T + tl.arange(0, BLOCK_T)
+    first = (program % tiles) * BLOCK_T
+    t = first + tl.arange(0, BLOCK_T)
     live = t < tokens
     j = tl.arange(0, WIDTH)[None, :]
 
@@ -69,7 +74,7 @@ def _merge_kernel(
     total = tl.zeros([BLOCK_T], tl.float32)
     result = tl.zeros([BLOCK_T, WIDTH], tl.float32)
     for i in tl.static_range(PARTS):
-        n, row, held = _row(t, live, places[i])
+        n, row, held = _row(first, tokens, places[i], ALIGNED, BLOCK_T)
         n += b
         at = n * lse_strides[i][0] + h * lse_strides[i][1] + row * lse_strides[i][2]
         log = tl.load(lses[i] + at, mask=held, other=float("-inf")).to(tl.float32)
@@ -116,6 +121,7 @@ def _add_kernel(
     PARTS: tl.constexpr,
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     """BLOCK_T rows of one head per program. Equals merge.add_up's plain sum."""
@@ -123,12 +129,13 @@ def _add_kernel(
     tiles = tl.cdiv(tokens, BLOCK_T)
     h = (program // tiles) % heads
     b = (program // tiles // heads).to(tl.int64)
-    t = (program % tiles) * BLOCK_T + tl.arange(0, BLOCK_T)
+    first = (program % tiles) * BLOCK_T
+    t = first + tl.arange(0, BLOCK_T)
     live = t < tokens
     j = tl.arange(0, WIDTH)[None, :]
     result = tl.zeros([BLOCK_T, WIDTH], tl.float32)
     for i in tl.static_range(PARTS):
-        n, row, held = _row(t, live, places[i])
+        n, row, held = _row(first, tokens, places[i], ALIGNED, BLOCK_T)
         at = (n + b) * part_strides[i][0] + h * part_strides[i][1] + row * part_strides[i][2]
         result += tl.load(parts[i] + at[:, None] + j, mask=held[:, None] & (j < DIM), other=0.0).to(tl.float32)
     rows = b * out_b + h * out_h + t.to(tl.int64) * out_t
@@ -143,14 +150,15 @@ def merge(parts: Sequence[Part], out: Tensor, lse: Tensor, sinks: Tensor | None)
     """Launch for checked arguments."""
     if not out.is_cuda and not INTERPRETED:
         raise ConfigError(f'impl is "triton" but out is on {out.device}', 'move it to a GPU, or pass impl="auto"')
-    grid, options = _launch(out, len(parts))
+    places = [_place(part, out.shape[2]) for part in parts]
+    grid, options = _launch(out, places)
     with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
         _merge_kernel[grid](
             tuple(part.out for part in parts),
             tuple(part.lse for part in parts),
             tuple(part.out.stride()[:3] for part in parts),
             tuple(part.lse.stride() for part in parts),
-            tuple(_place(part, out.shape[2]) for part in parts),
+            tuple(places),
             out,
             lse,
             out if sinks is None else sinks,
@@ -164,12 +172,13 @@ def merge(parts: Sequence[Part], out: Tensor, lse: Tensor, sinks: Tensor | None)
 
 def add_up(parts: Sequence[Part], out: Tensor) -> None:
     """Launch."""
-    grid, options = _launch(out, len(parts))
+    places = [_place(part, out.shape[2]) for part in parts]
+    grid, options = _launch(out, places)
     with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
         _add_kernel[grid](
             tuple(part.out for part in parts),
             tuple(part.out.stride()[:3] for part in parts),
-            tuple(_place(part, out.shape[2]) for part in parts),
+            tuple(places),
             out,
             *out.shape[1:3],
             *out.stride()[:3],
@@ -177,15 +186,19 @@ def add_up(parts: Sequence[Part], out: Tensor) -> None:
         )
 
 
-def _launch(out: Tensor, parts: int) -> tuple[tuple[int], dict[str, int]]:
+Place = tuple[int, int, int, int]
+
+
+def _launch(out: Tensor, places: list[Place]) -> tuple[tuple[int], dict[str, Any]]:
     """Grid and blocks: a thread holds two vectors of 16 bytes of each part."""
     b, heads, tokens, dim = out.shape
     width, num_warps = 1 << (dim - 1).bit_length(), 4
     block_t = max(1, min(2 * 16 * 32 * num_warps // (width * out.element_size()), 1 << (tokens - 1).bit_length()))
-    options = {"PARTS": parts, "DIM": dim, "WIDTH": width, "BLOCK_T": block_t, "num_warps": num_warps}
-    return (b * heads * -(-tokens // block_t),), options
+    aligned = all(place[0] % block_t == place[1] % block_t == place[2] % block_t == 0 for place in places)
+    options = {"PARTS": len(places), "DIM": dim, "WIDTH": width, "ALIGNED": aligned, "BLOCK_T": block_t}
+    return (b * heads * -(-tokens // block_t),), options | {"num_warps": num_warps}
 
 
-def _place(part: Part, tokens: int) -> tuple[int, int, int, int]:
+def _place(part: Part, tokens: int) -> Place:
     rows = part.out.shape[2]
     return (part.start, rows, part.step, part.out.shape[0]) if part.step else (part.start, rows, tokens, 1)

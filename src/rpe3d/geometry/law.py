@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
@@ -32,6 +33,8 @@ class Law(ABC):
     pretrained: int
     context: int
     rotary: Rotary
+    json: str = field(init=False, repr=False, compare=False)
+    """`to_dict()` as text, made once: what a compiled graph and a file hold of a law."""
 
     def __post_init__(self) -> None:
         pretrained = whole("pretrained", self.pretrained, least=2)
@@ -46,6 +49,7 @@ class Law(ABC):
         freeze(self, pretrained=pretrained, context=context)
         freeze(self, **self.check())
         self.frequencies()  # a law that cannot make its table is refused now, not in the middle of a run
+        freeze(self, json=json.dumps(self.to_dict()))
 
     def check(self) -> dict[str, Any]:
         """This law's own parameters, checked, with defaults filled in; {} for a law without any."""
