@@ -11,9 +11,7 @@ from __future__ import annotations
 import argparse
 import csv
 import itertools
-import platform
 import statistics
-import subprocess
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -26,24 +24,11 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from rpe3d import Law, make_law
 from rpe3d.attention import attention
+from stamp import COLUMNS, stamp
 
 Rows = list[dict[str, Any]]
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-COLUMNS = [
-    "machine",
-    "torch",
-    "commit",
-    "what",
-    "law",
-    "tokens",
-    "batch",
-    "impl",
-    "ms",
-    "peer",
-    "peer_ms",
-    "speed",
-    "goal",
-]
+NUMBERS = ("what", "law", "tokens", "batch", "impl", "ms", "peer", "peer_ms", "speed", "goal")
 MODEL: dict[str, Any] = {"pretrained": 8192, "context": 262144, "head_dim": 128, "rope_theta": 500000.0}
 LAWS: dict[str, dict[str, Any]] = {"3d-rpe": {"chunk": 512, "window": 2560, "reach": 5120}, "dca": {}}
 HEADS, GROUPS, DIM = 32, 8, 128
@@ -296,7 +281,7 @@ def add(
 ) -> None:
     speed = peer_ms / ms
     values = [what, law, tokens, batch, impl, round(ms, 4), peer, round(peer_ms, 4), round(speed, 3), goal]
-    rows.append(dict(zip(COLUMNS[3:], values, strict=True)))
+    rows.append(dict(zip(NUMBERS, values, strict=True)))
     verdict = "" if goal is None else ("reached" if speed >= goal else "MISSED")
     print(
         f"{what:20} {law:8} {tokens:7} x{batch} {impl:10} {ms:9.3f}  {peer:24} {peer_ms:9.3f}  {speed:6.3f} {verdict}",
@@ -322,15 +307,6 @@ def draw(rows: Rows, path: Path) -> None:
     figure.savefig(path)
 
 
-def commit() -> str:
-    try:
-        return subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-        ).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for the CSV and the plot")
@@ -350,14 +326,12 @@ def main() -> None:
             torch.cuda.empty_cache()
     else:
         on_cpu(rows)
-    machine = torch.cuda.get_device_name() if cuda else f"{platform.machine()}, {torch.get_num_threads()} threads"
-    stamp = dict(zip(COLUMNS, [machine, torch.__version__, commit()], strict=False))
     arguments.out.mkdir(parents=True, exist_ok=True)
     stem = arguments.out / f"attention-{'cuda' if cuda else 'cpu'}"
     with stem.with_suffix(".csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
+        writer = csv.DictWriter(file, (*COLUMNS, *NUMBERS))
         writer.writeheader()
-        writer.writerows(stamp | row for row in rows)
+        writer.writerows(stamp(cuda=cuda) | row for row in rows)
     draw(rows, stem.with_suffix(".png"))
 
 

@@ -28,16 +28,14 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from rpe3d.rotation import cos_sin, kernel, rotate
+from stamp import COLUMNS, stamp
 
 DEVICE = "cuda"
 Q_HEADS, K_HEADS, DIM = 32, 8, 128
 LAYOUTS = ("hf", "contiguous")
 DIRECTIONS = ("forward", "backward", "forward+backward")
 IMPLS = ("ours", "hf-eager", "hf-compile", "copy")
-COLUMNS = (
-    *("machine", "torch", "triton", "layout", "direction", "tokens", "impl", "ms"),
-    *("speed_vs_copy", "speed_vs_hf_eager"),
-)
+NUMBERS = ("triton", "layout", "direction", "tokens", "impl", "ms", "speed_vs_copy", "speed_vs_hf_eager")
 Pair = tuple[Tensor, Tensor]
 Function = Callable[[Tensor, Tensor], Pair]
 hugging_face: Callable[..., Pair] = apply_rotary_pos_emb
@@ -207,8 +205,6 @@ def compare(tokens: list[int]) -> tuple[list[dict[str, object]], bool]:
                     noise = max(noise, abs(twice[0] - twice[1]) / ms[name])
                     rows.append(
                         {
-                            "machine": torch.cuda.get_device_name(),
-                            "torch": torch.__version__,
                             "triton": triton.__version__,
                             "layout": layout,
                             "direction": direction,
@@ -286,9 +282,9 @@ def main() -> None:
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
         with (args.out / "rotary.csv").open("w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS)
+            writer = csv.DictWriter(file, (*COLUMNS, *NUMBERS))
             writer.writeheader()
-            writer.writerows(rows)
+            writer.writerows(stamp(cuda=True) | row for row in rows)
     print(table(rows))
     if not good:
         sys.exit("error: an implementation failed its check and was not timed; see above")

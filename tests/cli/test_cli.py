@@ -281,3 +281,18 @@ def test_a_file_that_cannot_be_written_is_refused_with_its_name(tmp_path, name, 
     assert str(tmp_path / name) in caught.value.problem
     assert "--json" in caught.value.hint
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_doctor_says_what_runs_under_every_law(capsys, tmp_path):
+    """Every choice that impl="auto" makes is reported, with the reason."""
+    assert main(["doctor", "--json", str(tmp_path / "doctor.json")]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    report = json.loads((tmp_path / "doctor.json").read_text())
+    assert report["schema"] == 1
+    assert report["machine"]["torch"] in captured.out
+    on_cpu = {row["law"]: row for row in report["rows"] if row["device"] == "cpu"}
+    assert set(on_cpu) == set(rpe3d.laws())
+    assert {row["prefill"] for row in on_cpu.values()} == {"blocked (cpu)"}
+    assert {row["rotation"] for row in on_cpu.values()} == {"reference"}
+    assert all(row["decode_reason"] for row in on_cpu.values())

@@ -41,10 +41,10 @@ def explain(x: Inputs) -> tuple[str, str]:
         grad = torch.is_grad_enabled() and (x.q.requires_grad or x.k.requires_grad or x.v.requires_grad)
         refusal = "it has no gradient" if grad else decode.supports(x)
         if refusal is None:
-            return "decode", "few queries on CUDA: one kernel reads every key once"
-        return "reference", f"few queries, but not by the decode kernel: {refusal}"
+            return "decode", "few queries: one kernel reads every key once"
+        return "reference", f"few queries, and for the kernel {refusal}"
     if few:
-        return "reference", "few queries on this device: one dense product per region"
+        return "reference", "few queries: dense products"
     if x.q.dtype == torch.float64 and x.q.device.type == "cuda":
         return "reference", "no library attention takes float64 on CUDA"
     return "blocked", f"{backend_for(x.q, x.v).name} attention calls, merged"
