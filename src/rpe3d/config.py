@@ -222,6 +222,7 @@ class Rotary:
             rotary_dim=_even("rotary_dim", rotary_dim),
             rope_theta=real("rope_theta", self.rope_theta, least=1.0, most=1e100, above=True),
             interleaved=flag("interleaved", self.interleaved),
+            scaling=make_scaling(self.scaling),
         )
 
     @property

@@ -97,7 +97,7 @@ def test_blocked_attention_is_as_exact_as_plain_attention(name, dtype):
 
 @pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 15, 16, 17, 23, 24, 25, 32, 33, 64, 65, 100])
 @pytest.mark.parametrize("name", ["3d-rpe", "dca", "self-extend", "streaming-llm", "3d-rpe-dual-chunk"])
-def test_blocked_attention_holds_at_every_alignment(name, length):
+def test_blocked_attention_holds_at_every_alignment(name, length, poisoned):
     """Length 1, one chunk, one more, and every place where a window or a block can end."""
     law = law_for(name)
     q, k, v = vectors(b=1, t=length, s=length, dtype=torch.float64)

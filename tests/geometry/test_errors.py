@@ -98,6 +98,8 @@ def test_a_wrong_model_scaling_is_named(scaling, message):
     [
         (torch.tensor([1.5]), 0, "query positions have dtype torch.float32"),
         (torch.tensor([True]), 0, "dtype torch.bool"),
+        ("first", 0, "query is 'first', which is no position"),
+        (1.5, 0, "query positions have dtype torch.float32"),
         (torch.tensor([5]), torch.tensor([-1]), "key position -1 is negative"),
         (torch.zeros(3, dtype=torch.long), torch.zeros(4, dtype=torch.long), "do not broadcast"),
     ],

@@ -151,7 +151,10 @@ def _pairs(query: Tensor | int, key: Tensor | int) -> tuple[Int[Tensor, "..."], 
 
 
 def _positions(name: str, value: Tensor | int) -> Int[Tensor, "..."]:
-    tensor = value if isinstance(value, Tensor) else torch.as_tensor(whole(name, value, least=0))
+    try:
+        tensor = value if isinstance(value, Tensor) else torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise ConfigError(f"{name} is {value!r}, which is no position", "give an int or integers in a tensor") from None
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool:
         raise ConfigError(
             f"{name} positions have dtype {tensor.dtype}", "give integers: bfloat16 cannot tell 256 from 257"
