@@ -15,7 +15,7 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from rpe3d.attention.library import Backend
-from rpe3d.attention.merge import MOST, Part, add_up, merge
+from rpe3d.attention.merge import MOST, Part, add_up, merge, merge_checked
 from rpe3d.attention.schedule import Block, Call, schedule
 from rpe3d.attention.table import table
 from rpe3d.config import freeze
@@ -111,6 +111,7 @@ def _forward(task: Task, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
     # In the layout of q: a model's output projection then finds a token's heads together, as with plain attention.
     out = torch.empty_like(q) if v.shape[3] == q.shape[3] else q.new_empty(*q.shape[:3], v.shape[3])
     lse = torch.empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+    fused = q.is_cuda and q.dtype != torch.float64
     for slab, work in task.passes():
         far: dict[Turn, Tensor] = {}
         for block, calls in work:
@@ -119,9 +120,9 @@ def _forward(task: Task, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
             parts = _forward_block(task, q, k, v, block, calls, slab, far)
             if slab.start:
                 parts.append(total)
-            merge(parts[:MOST], total.out, total.lse)
+            merge_checked(parts[:MOST], total.out, total.lse, fused=fused)
             for n in range(MOST, len(parts), MOST - 1):
-                merge([total, *parts[n : n + MOST - 1]], total.out, total.lse)
+                merge_checked([total, *parts[n : n + MOST - 1]], total.out, total.lse, fused=fused)
             del parts  # before the next block's are made
     return out, lse
 

@@ -12,7 +12,6 @@ Memory bound: at head dimension 128 in bf16 a key and its value are 512 bytes.
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from functools import cache
 from typing import Any, no_type_check
 
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from rpe3d.attention.contract import Inputs
 from rpe3d.attention.decode import Plan
+from rpe3d.rotation.guard import on
 
 LEAST_KEYS = 256  # of a split: with fewer, merging costs more than it saves
 ROW = tl.constexpr(16)  # numbers per region in the table
@@ -447,7 +447,7 @@ def launch(x: Inputs, plan: Plan, table: Tensor, *, splits: int | None = None, *
     tensors, strides = _optional(x)
     sinks = None if x.sinks is None else x.sinks.contiguous()
     common: dict[str, Any] = {"QUERIES": t, "DIM": d, "WIDTH": width}
-    with torch.cuda.device(x.q.device) if x.q.is_cuda else nullcontext():
+    with on(x.q.device):
         _decode_kernel[(splits, g * blocks, b)](
             x.q,
             x.k,

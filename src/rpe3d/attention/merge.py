@@ -51,18 +51,21 @@ def merge(
     whole = [Part(*part) for part in parts]
     _check(whole, out, lse, sinks)
     exact = torch.float64 in (out.dtype, lse.dtype, *(part.out.dtype for part in whole))
-    if impl == "auto":
-        impl = "triton" if out.is_cuda and not exact and _HAS_TRITON else "torch"
+    if impl == "triton" and (exact or not _HAS_TRITON):
+        problem = "a tensor is float64" if exact else "Triton is not installed"
+        raise ConfigError(f'impl is "triton" but {problem}', 'pass impl="auto"')
+    merge_checked(whole, out, lse, sinks, fused=impl == "triton" or (impl == "auto" and out.is_cuda and not exact))
+
+
+def merge_checked(parts: Sequence[Part], out: Tensor, lse: Tensor, sinks: Tensor | None = None, *, fused: bool) -> None:
+    """`merge` for arguments known to be right, as those of the blocks are, of which there are many."""
     with torch.no_grad():
-        if impl == "torch":
-            _plain(whole, out, lse, sinks)
+        if not (fused and _HAS_TRITON):
+            _plain(parts, out, lse, sinks)
             return
-        if exact or not _HAS_TRITON:
-            problem = "a tensor is float64" if exact else "Triton is not installed"
-            raise ConfigError(f'impl is "triton" but {problem}', 'pass impl="auto"')
         from rpe3d.attention import merge_kernel
 
-        merge_kernel.merge(whole, out, lse, sinks)
+        merge_kernel.merge(parts, out, lse, sinks)
 
 
 def add_up(parts: Sequence[Part], out: Float[Tensor, "b h t e"]) -> None:

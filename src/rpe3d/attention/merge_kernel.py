@@ -4,16 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any, no_type_check
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from rpe3d.attention.merge import Part
 from rpe3d.config import ConfigError
+from rpe3d.rotation.guard import on
 
 
 @triton.jit
@@ -152,7 +151,7 @@ def merge(parts: Sequence[Part], out: Tensor, lse: Tensor, sinks: Tensor | None)
         raise ConfigError(f'impl is "triton" but out is on {out.device}', 'move it to a GPU, or pass impl="auto"')
     places = [_place(part, out.shape[2]) for part in parts]
     grid, options = _launch(out, places)
-    with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
+    with on(out.device):
         _merge_kernel[grid](
             tuple(part.out for part in parts),
             tuple(part.lse for part in parts),
@@ -174,7 +173,7 @@ def add_up(parts: Sequence[Part], out: Tensor) -> None:
     """Launch."""
     places = [_place(part, out.shape[2]) for part in parts]
     grid, options = _launch(out, places)
-    with torch.cuda.device(out.device) if out.is_cuda else nullcontext():
+    with on(out.device):
         _add_kernel[grid](
             tuple(part.out for part in parts),
             tuple(part.out.stride()[:3] for part in parts),

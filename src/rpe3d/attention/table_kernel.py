@@ -14,6 +14,7 @@ from jaxtyping import Float32, Float64
 from torch import Tensor
 
 from rpe3d.geometry import Turn
+from rpe3d.rotation.guard import on
 
 
 @triton.jit(do_not_specialize=["first", "tokens", "chunk"])
@@ -72,18 +73,19 @@ def table(
     cos = torch.empty(tokens, pairs, dtype=torch.float32, device=frequencies.device)
     sin = torch.empty_like(cos)
     block_t = 16
-    _table_kernel[(triton.cdiv(tokens, block_t),)](
-        cos,
-        sin,
-        frequencies,
-        _numbers(turn, frequencies.device),
-        positions.start,
-        tokens,
-        turn.chunk,
-        PAIRS=pairs,
-        WIDTH=triton.next_power_of_2(pairs),
-        CEILING=math.isfinite(turn.ceiling),
-        PHASE=turn.phase is not None,
-        BLOCK_T=block_t,
-    )
+    with on(frequencies.device):
+        _table_kernel[(-(-tokens // block_t),)](
+            cos,
+            sin,
+            frequencies,
+            _numbers(turn, frequencies.device),
+            positions.start,
+            tokens,
+            turn.chunk,
+            PAIRS=pairs,
+            WIDTH=1 << (pairs - 1).bit_length(),
+            CEILING=math.isfinite(turn.ceiling),
+            PHASE=turn.phase is not None,
+            BLOCK_T=block_t,
+        )
     return cos, sin

@@ -9,7 +9,6 @@ turns. All tiles have two dimensions [tokens, pairs] and one layout: no exchange
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any, no_type_check
 
 import torch
@@ -17,6 +16,8 @@ import triton
 import triton.language as tl
 from jaxtyping import Float, Float32
 from torch import Tensor
+
+from rpe3d.rotation.guard import on
 
 
 @triton.jit
@@ -154,16 +155,16 @@ def launch(
     pairs = cos.shape[-1]
     chosen = tile(pairs, dim - 2 * pairs, q.element_size(), num_warps=num_warps)
     block_t, block_h = block_t or chosen[0], block_h or chosen[1]
-    groups = triton.cdiv(q_heads, block_h) + triton.cdiv(k_heads, block_h)
-    programs = b * triton.cdiv(tokens, block_t) * groups
+    groups = -(-q_heads // block_h) - (-k_heads // block_h)
+    programs = b * -(-tokens // block_t) * groups
     if programs == 0:
         return outs
-    with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
+    with on(q.device):
         _rotate_kernel[(programs,)](
             q, k, q_out, k_out, cos, sin, tokens, q_heads, k_heads,
             *q.stride()[:3], *k.stride()[:3], *q_out.stride()[:3], *k_out.stride()[:3],
             cos.stride(0) if cos.dim() == 3 and cos.shape[0] > 1 else 0, cos.stride(-2),
-            DIM=dim, PAIRS=pairs, WIDTH=triton.next_power_of_2(pairs), INTERLEAVED=interleaved,
+            DIM=dim, PAIRS=pairs, WIDTH=1 << (pairs - 1).bit_length(), INTERLEAVED=interleaved,
             CONJUGATE=conjugate, BLOCK_T=block_t, BLOCK_H=block_h, num_warps=num_warps,
         )  # fmt: skip
     return outs
@@ -225,6 +226,10 @@ def rotate(
     interleaved: bool,
 ) -> tuple[Float[Tensor, "b hq t d"], Float[Tensor, "b hk t d"] | None]:
     """`reference.rotate`, fused, with its gradient."""
+    wanted = torch.is_grad_enabled() and (q.requires_grad or (k is not None and k.requires_grad))
+    if not wanted and not torch.compiler.is_compiling():  # autograd's bookkeeping takes longer than the launch
+        outs = launch([q] if k is None else [q, k], cos, sin, interleaved=interleaved)
+        return outs[0], None if k is None else outs[1]
     turned: tuple[Tensor, Tensor | None] = _Rotate.apply(q, k, cos, sin, interleaved, False)
     return turned
 
