@@ -1,0 +1,181 @@
+"""`extend` and `restore`: a law for a model, in place, and back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from rpe3d.config import ConfigError, whole
+from rpe3d.geometry import Law, make_law
+from rpe3d.models.probe import Findings, probe
+from rpe3d.models.registry import DYNAMIC, NAME, law_in, needs_attention, parameters_of, register, rope_init
+
+_STATE = "_rpe3d_stock"
+
+
+@dataclass
+class Stock:
+    """What a model was before: enough to make it so again, bit for bit."""
+
+    rope_parameters: dict[str, Any]
+    max_position_embeddings: int
+    attention: str
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    attributes: dict[str, Any] = field(default_factory=dict)
+
+
+def extend(model: Any, law: str = "3d-rpe", *, context: int, **parameters: Any) -> Any:
+    """Give a Hugging Face causal language model a longer context, in place; returns the model.
+
+    `law` is any of `rpe3d.laws()`, `parameters` its own. The pretrained length, rope base, scaling and head layout are
+    read from the model. Nothing is changed if anything is wrong. Extending again replaces the law.
+    """
+    config = _text_config(model)
+    stock = getattr(model, _STATE, None) or _loaded_stock(config)
+    base = stock.rope_parameters if stock else _rope_parameters(config)
+    pretrained = stock.max_position_embeddings if stock else int(config.max_position_embeddings)
+    found = probe(model, config)
+    made = _make(law, base, pretrained, whole("context", context), found, parameters)
+    if stock is None:
+        stock = _stock(config, found.rotary)
+    register()
+    _apply(model, config, found.rotary, made, stock)
+    setattr(model, _STATE, stock)
+    return model
+
+
+def restore(model: Any) -> Any:
+    """The stock model again, bit for bit; returns the model."""
+    config = _text_config(model)
+    stock = getattr(model, _STATE, None) or _loaded_stock(config)
+    if stock is None:
+        raise ConfigError("this model is not extended", "there is nothing to restore")
+    rotary = probe(model, config).rotary
+    _write(config, stock.rope_parameters)
+    config.max_position_embeddings = stock.max_position_embeddings
+    if not stock.buffers:  # the model was loaded extended: its stock tables are made anew from its stock config
+        fresh = type(rotary)(config=config)
+        stock.buffers = dict(fresh.named_buffers(recurse=False))
+        stock.attributes = _attributes(fresh)
+    for name, buffer in stock.buffers.items():
+        setattr(rotary, name, buffer.to(getattr(rotary, name).device))
+    for name, value in stock.attributes.items():
+        setattr(rotary, name, value)
+    model.set_attn_implementation(stock.attention)
+    if hasattr(model, _STATE):
+        delattr(model, _STATE)
+    return model
+
+
+def law_of(model: Any) -> Law | None:
+    """The law that a model is under, if any."""
+    config = _text_config(model)
+    parameters = parameters_of(config)
+    return law_in(config) if parameters is not None and "law" in parameters else None
+
+
+def _text_config(given: Any) -> Any:
+    model: Any = given
+    if not isinstance(given, nn.Module) or not hasattr(given, "config"):
+        raise ConfigError(f"{type(model).__name__} is not a Hugging Face model", "give a transformers causal LM")
+    config = model.config.get_text_config(decoder=True)
+    if getattr(config, "is_encoder_decoder", False) or not hasattr(model, "generate") or not model.can_generate():
+        raise ConfigError(f"{type(model).__name__} is not a causal language model", "give one that generates text")
+    return config
+
+
+def _rope_parameters(config: Any) -> dict[str, Any]:
+    """A copy of the model's own, as its config has them: one dict, or one per type of layer."""
+    parameters = getattr(config, "rope_parameters", None)
+    if not isinstance(parameters, Mapping) or not parameters:
+        raise ConfigError(
+            f"{type(config).__name__} has no rope_parameters", "a law needs a model with rotary position encoding"
+        )
+    return copy.deepcopy(dict(parameters))
+
+
+def _full(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Those of the layers with full attention."""
+    chosen = parameters if "rope_type" in parameters or "rope_theta" in parameters else parameters["full_attention"]
+    return dict(chosen)
+
+
+def _make(
+    law: str, base: dict[str, Any], pretrained: int, context: int, found: Findings, parameters: dict[str, Any]
+) -> Law:
+    """The law for this model."""
+    own = _full(base)
+    scaling = {k: v for k, v in own.items() if k not in ("rope_theta", "partial_rotary_factor")}
+    return make_law(
+        law,
+        pretrained=pretrained,
+        context=context,
+        head_dim=found.head_dim,
+        rope_theta=own.get("rope_theta", 10000.0),
+        rotary_dim=found.rotary_dim,
+        interleaved=found.interleaved,
+        rope_scaling=scaling,
+        **parameters,
+    )
+
+
+def _stock(config: Any, rotary: nn.Module) -> Stock:
+    return Stock(
+        rope_parameters=_rope_parameters(config),
+        max_position_embeddings=int(config.max_position_embeddings),
+        attention=config._attn_implementation or "sdpa",
+        buffers={name: x.clone() for name, x in rotary.named_buffers(recurse=False)},
+        attributes=_attributes(rotary),
+    )
+
+
+def _loaded_stock(config: Any) -> Stock | None:
+    """What a config that was saved extended says of its stock model."""
+    parameters = parameters_of(config)
+    if parameters is None or "law" not in parameters:
+        return None
+    return Stock(
+        rope_parameters=copy.deepcopy(parameters["stock"]),
+        max_position_embeddings=int(parameters["law"]["pretrained"]),
+        attention="sdpa",
+    )
+
+
+def _attributes(rotary: nn.Module) -> dict[str, Any]:
+    names = ("rope_type", "attention_scaling", "max_seq_len_cached", "original_max_seq_len")
+    return {name: copy.copy(getattr(rotary, name)) for name in names if hasattr(rotary, name)}
+
+
+def _write(config: Any, parameters: dict[str, Any]) -> None:
+    config.rope_parameters = copy.deepcopy(parameters)
+
+
+def _apply(model: Any, config: Any, rotary: Any, law: Law, stock: Stock) -> None:
+    """Config, tables and attention, in this order: each reads the one before."""
+    rope_type = DYNAMIC if law.name == "dynamic" else NAME
+    own = _full(stock.rope_parameters)
+    entry: dict[str, Any] = {"rope_type": rope_type, "rope_theta": own.get("rope_theta", 10000.0)}
+    if "partial_rotary_factor" in own:
+        entry["partial_rotary_factor"] = own["partial_rotary_factor"]
+    entry |= {"law": law.to_dict(), "stock": copy.deepcopy(stock.rope_parameters)}
+    nested = "rope_type" not in stock.rope_parameters and "rope_theta" not in stock.rope_parameters
+    _write(config, {**stock.rope_parameters, "full_attention": entry} if nested else entry)
+    # Dynamic NTK grows from the length that transformers finds here, so there it stays the pretrained one.
+    config.max_position_embeddings = length = law.pretrained if law.name == "dynamic" else law.context
+
+    prefix = "full_attention_" if nested else ""
+    old = getattr(rotary, f"{prefix}inv_freq")
+    theta, scaling = rope_init(config, old.device)
+    for name in ("inv_freq", "original_inv_freq"):
+        setattr(rotary, prefix + name, theta.clone())
+    setattr(rotary, f"{prefix}attention_scaling" if nested else "attention_scaling", scaling)
+    if nested:
+        rotary.rope_type = {**rotary.rope_type, "full_attention": rope_type}
+    else:
+        rotary.rope_type = rope_type
+    rotary.max_seq_len_cached = rotary.original_max_seq_len = length
+    model.set_attn_implementation(NAME if needs_attention(law) else stock.attention)

@@ -1,0 +1,182 @@
+"""What transformers calls: the rope type that carries a law, the mask it needs, and the attention that keeps it.
+
+`register` is called once per process, by `import rpe3d` when transformers is imported, and changes nothing for models
+whose config does not name us.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rpe3d.attention import attention
+from rpe3d.config import ConfigError
+from rpe3d.geometry import Law, make_law
+from rpe3d.models.positions import Layout, layout
+
+NAME = "rpe3d"  # transformers parses names: none of "flash", "sdpa", "flex", "/" may be in it
+DYNAMIC = "rpe3d-dynamic"  # transformers looks for "dynamic" in a rope type to know that it grows
+
+
+def register() -> None:
+    """Enter our names into transformers' registries."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, make_mask)
+
+
+def rope_init(
+    config: Any, device: Any = None, seq_len: Any = None, layer_type: str | None = None
+) -> tuple[Tensor, float]:
+    """A rope-init function of transformers: the law's frequencies. Selects our attention where the law needs it."""
+    register()
+    law = law_in(config, layer_type)
+    if needs_attention(law):
+        config._attn_implementation = NAME
+    length = law.pretrained if seq_len is None else int(seq_len)  # dynamic NTK is stock until the text has grown
+    theta = law.frequencies(length).to(device=device, dtype=torch.float32)
+    return theta, law.attention_scaling
+
+
+def needs_attention(law: Law) -> bool:
+    """Whether a law turns some pairs otherwise than its frequencies alone do."""
+    regions = law.regions
+    return len(regions) > 1 or regions[0] != type(regions[0])()
+
+
+def parameters_of(config: Any, layer_type: str | None = None) -> dict[str, Any] | None:
+    """The rope parameters that may hold a law: of the layers with full attention where a config has several."""
+    parameters = getattr(config, "rope_parameters", None)
+    if isinstance(parameters, dict) and "rope_type" not in parameters:
+        parameters = parameters.get(layer_type or "full_attention")
+    return parameters if isinstance(parameters, dict) else None
+
+
+def law_in(config: Any, layer_type: str | None = None) -> Law:
+    """The law that a config carries."""
+    parameters = parameters_of(config, layer_type)
+    if parameters is None or "law" not in parameters:
+        raise ConfigError("this model's config carries no law", "extend it with rpe3d.extend(model, context=...)")
+    return make_law(**parameters["law"])
+
+
+def make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    mask_function: Any = None,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    **kwargs: Any,
+) -> Tensor | None:
+    """The padding mask [b, s], which is all that a law needs; a window's mask for layers that keep theirs."""
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+    if local_size is not None:
+        window: Tensor | None = sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            local_size=local_size,
+            **{**kwargs, "allow_is_causal_skip": False},
+        )
+        return window
+    if mask_function is not causal_mask_function:
+        raise ConfigError(
+            "this batch is packed, or has a mask of its own", "give one sequence per row: a law is causal from 0 on"
+        )
+    if attention_mask is None:
+        return None
+    missing = kv_length - attention_mask.shape[1]
+    return torch.nn.functional.pad(attention_mask, (0, missing)) if missing > 0 else attention_mask[:, :kv_length]
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    sliding_window: int | None = None,
+    position_ids: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """An attention function of transformers. q and k arrive turned by stock RoPE, the cache holds such keys."""
+    if sliding_window is not None:
+        return _stock(module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, **kwargs)
+    if attention_mask is not None and attention_mask.ndim != 2:
+        raise ConfigError(
+            f"the attention mask is {attention_mask.ndim}-dimensional", "give the padding mask [batch, tokens]"
+        )
+    if dropout:
+        raise ConfigError(f"attention dropout is {dropout}", "set config.attention_dropout = 0")
+    where: Layout = layout(query, key, attention_mask, position_ids)
+    out, _ = attention(
+        query,
+        key[:, :, : where.keys_used],
+        value[:, :, : where.keys_used],
+        _law_of(module),
+        query_positions=where.queries,
+        key_positions=where.keys,
+        query_mask=where.query_mask,
+        key_mask=where.key_mask,
+        scale=scaling,
+        softcap=softcap,
+        sinks=s_aux,
+        turned=True,
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _law_of(module: torch.nn.Module) -> Law:
+    """The module's law, made once per config it is under."""
+    parameters = parameters_of(module.config)
+    made = module.__dict__.get("_rpe3d")
+    if made is None or made[0] is not parameters:
+        made = (parameters, law_in(module.config))
+        module.__dict__["_rpe3d"] = made
+    law: Law = made[1]
+    return law
+
+
+def _stock(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    dropout: float,
+    softcap: float | None,
+    s_aux: Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """A layer with a window of its own, as the model has it."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if softcap is None and s_aux is None:
+        out, _ = sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
+        return out, None
+    import sys
+
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward")  # noqa: B009
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(
+            ~mask, torch.finfo(query.dtype).min
+        )
+    extra = {} if softcap is None else {"softcap": softcap}
+    out, _ = eager(module, query, key, value, mask, scaling=scaling, dropout=dropout, **extra, **kwargs)
+    return out, None

@@ -1,0 +1,228 @@
+"""`extend` and `restore` on tiny models of real families: what a user does with a model goes on working."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import rpe3d
+from conftest import FAMILIES
+from rpe3d import ConfigError
+
+BOUNDED = {"chunk": 8, "window": 16, "reach": 32}
+CHANGED = [name for name in rpe3d.laws() if name not in ("rope", "linear", "ntk", "dynamic", "yarn")]
+STEADY = [name for name in rpe3d.laws() if name != "dynamic"]  # dynamic NTK's cache keeps the frequencies of its time
+CLOSE = {"rtol": 0, "atol": 2e-4}  # float32 logits of magnitude 10 to 100, two orders of summation
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients():
+    with torch.no_grad():
+        yield
+
+
+def logits(model, ids, **given):
+    return model(ids, **given).logits
+
+
+def step_by_step(model, ids, start):
+    """Logits of a prompt, then of one token after the other, through the cache."""
+    out = model(ids[:, :start], use_cache=True)
+    parts = [out.logits]
+    for t in range(start, ids.shape[1]):
+        out = model(ids[:, t : t + 1], past_key_values=out.past_key_values, use_cache=True)
+        parts.append(out.logits)
+    return torch.cat(parts, 1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_keeps_short_prompts_changes_long_ones_and_comes_back(tiny, ids, family):
+    model = tiny(family)
+    stock = logits(model, ids)
+    rpe3d.extend(model, context=256, **BOUNDED)
+    extended = logits(model, ids)
+    torch.testing.assert_close(logits(model, ids[:, :24]), stock[:, :24], **CLOSE)
+    assert (extended - stock)[:, 40:].abs().max() > 1e-2
+    torch.testing.assert_close(step_by_step(model, ids, 70), extended, **CLOSE)
+    rpe3d.restore(model)
+    assert torch.equal(logits(model, ids), stock)
+
+
+@pytest.mark.parametrize("name", STEADY)
+def test_prefill_and_decode_equal_one_forward(tiny, ids, name):
+    model = rpe3d.extend(tiny(), name, context=256)
+    torch.testing.assert_close(step_by_step(model, ids, 90), logits(model, ids), **CLOSE)
+
+
+@pytest.mark.parametrize("name", STEADY)
+def test_generation_is_the_same_with_any_cache_and_in_a_padded_batch(tiny, ids, name):
+    model = rpe3d.extend(tiny(), name, context=256)
+    given = {"max_new_tokens": 10, "do_sample": False}
+    alone = model.generate(ids[:, :90], **given)
+    assert torch.equal(model.generate(ids[:, :90], use_cache=False, **given), alone)
+    assert torch.equal(model.generate(ids[:, :90], cache_implementation="static", **given), alone)
+    batch = torch.cat([torch.cat([torch.zeros(1, 30, dtype=torch.long), ids[:, :60]], 1), ids[:, :90]])
+    mask = (batch != 0).long()
+    padded = model.generate(batch, attention_mask=mask, **given)
+    assert torch.equal(padded[1], alone[0])
+    assert torch.equal(padded[0, 30:], model.generate(ids[:, :60], **given)[0])
+    assert torch.equal(model.generate(batch, attention_mask=mask, cache_implementation="static", **given), padded)
+
+
+@pytest.mark.parametrize("name", ["3d-rpe", "dca", "self-extend"])
+def test_a_right_padded_batch_equals_each_sequence_alone(tiny, ids, name):
+    model = rpe3d.extend(tiny(), name, context=256)
+    batch = torch.cat([ids, ids.flip(1)])
+    mask = torch.ones_like(batch)
+    mask[1, 80:] = 0
+    out = logits(model, batch, attention_mask=mask)
+    torch.testing.assert_close(out[:1], logits(model, ids), **CLOSE)
+    torch.testing.assert_close(out[1:, :80], logits(model, ids.flip(1)[:, :80]), **CLOSE)
+
+
+def test_beams_and_assisted_decoding(tiny, ids):
+    model = rpe3d.extend(tiny(), context=256, **BOUNDED)
+    prompt = ids[:, :90]
+    greedy = model.generate(prompt, max_new_tokens=10, do_sample=False)
+    assistant = rpe3d.extend(tiny(num_hidden_layers=1), "rerope", context=256)
+    assisted = model.generate(prompt, max_new_tokens=10, do_sample=False, assistant_model=assistant)
+    assert torch.equal(assisted, greedy)
+    beams = model.generate(prompt, max_new_tokens=6, do_sample=False, num_beams=3)
+    uncached = model.generate(prompt, max_new_tokens=6, do_sample=False, num_beams=3, use_cache=False)
+    assert torch.equal(beams, uncached)
+
+
+@pytest.mark.parametrize("name", rpe3d.laws())
+def test_a_saved_model_is_the_same_model_any_number_of_times(tiny, ids, tmp_path, name):
+    from transformers import AutoModelForCausalLM
+
+    model = rpe3d.extend(tiny(), name, context=256)
+    expected = logits(model, ids)
+    for n in range(3):
+        model.save_pretrained(tmp_path / str(n))
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / str(n)).eval()
+        assert torch.equal(logits(model, ids), expected)
+        assert rpe3d.law_of(model).name == name
+    config = json.loads((tmp_path / "2" / "config.json").read_text())
+    assert config["rope_parameters"]["rope_type"].startswith("rpe3d")
+    assert torch.equal(logits(rpe3d.restore(model), ids), logits(tiny(), ids))
+
+
+def test_without_our_import_loading_fails_loudly(tiny, tmp_path):
+    rpe3d.extend(tiny(), context=256).save_pretrained(tmp_path)
+    code = f"from transformers import AutoModelForCausalLM\nAutoModelForCausalLM.from_pretrained({str(tmp_path)!r})"
+    run = [sys.executable, "-W", "ignore", "-c"]
+    without = subprocess.run([*run, code], capture_output=True, text=True)
+    assert without.returncode != 0
+    assert "rpe3d" in without.stderr
+    for order in (f"import rpe3d\n{code}", code.replace("\n", "\nimport rpe3d\n", 1)):
+        assert subprocess.run([*run, order], capture_output=True, text=True).returncode == 0
+
+
+def test_two_models_with_two_laws_and_a_stock_one_side_by_side(tiny, ids):
+    stock = tiny()
+    expected = logits(stock, ids)
+    one, two = rpe3d.extend(tiny(), context=256, **BOUNDED), rpe3d.extend(tiny(), "rerope", context=256)
+    first, second = logits(one, ids), logits(two, ids)
+    assert not torch.allclose(first, second)
+    assert torch.equal(logits(one, ids), first)
+    assert torch.equal(logits(stock, ids), expected)
+
+
+def test_extending_again_replaces_the_law(tiny, ids):
+    model = rpe3d.extend(tiny(), "yarn", context=128)
+    rpe3d.extend(model, context=256, **BOUNDED)
+    fresh = rpe3d.extend(tiny(), context=256, **BOUNDED)
+    assert torch.equal(logits(model, ids), logits(fresh, ids))
+    assert rpe3d.law_of(model) == rpe3d.law_of(fresh)
+    assert model.config.max_position_embeddings == 256
+    assert torch.equal(logits(rpe3d.restore(model), ids), logits(tiny(), ids))
+    assert rpe3d.law_of(model) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "theirs"),
+    [
+        ("linear", {"rope_type": "linear", "factor": 4.0}),
+        ("yarn", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}),
+        ("dynamic", {"rope_type": "dynamic", "factor": 1.0}),
+    ],
+)
+def test_frequency_laws_equal_stock_transformers_configured_by_itself(tiny, ids, name, theirs):
+    length = {} if name == "dynamic" else {"max_position_embeddings": 256}
+    peer = tiny(rope_parameters={"rope_theta": 10000.0, **theirs}, **length)
+    torch.testing.assert_close(logits(rpe3d.extend(tiny(), name, context=256), ids), logits(peer, ids), **CLOSE)
+
+
+def test_a_model_with_its_own_scaling_keeps_it_underneath(tiny, ids):
+    scaling = {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+    model = tiny(rope_parameters=scaling)
+    stock = logits(model, ids)
+    rpe3d.extend(model, context=256, **BOUNDED)
+    torch.testing.assert_close(logits(model, ids[:, :24]), stock[:, :24], **CLOSE)
+    assert torch.equal(logits(rpe3d.restore(model), ids), stock)
+
+
+def test_gradients_flow_and_checkpointing_changes_nothing(tiny, ids):
+    gradients = []
+    for checkpointing in (False, True):
+        model = rpe3d.extend(tiny(), context=256, **BOUNDED).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        with torch.enable_grad():
+            model(ids, labels=ids, use_cache=False).loss.backward()
+        gradients.append(model.model.layers[0].self_attn.q_proj.weight.grad)
+    assert gradients[0].abs().max() > 0
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-5, atol=1e-6)
+
+
+def test_packed_rows_and_masks_of_four_dimensions_are_refused(tiny, ids):
+    model = rpe3d.extend(tiny(), context=256, **BOUNDED)
+    packed = torch.cat([torch.arange(60), torch.arange(60)])[None]
+    with pytest.raises(ConfigError, match="packed"):
+        model(ids, position_ids=packed, use_cache=False)
+    with pytest.raises(ConfigError, match="4-dimensional"):
+        model(ids, attention_mask=torch.ones(1, 1, 120, 120, dtype=torch.bool))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"law": "3drpe", "context": 256}, "law '3drpe' is not known"),
+        ({"context": 32}, "context is 32, below the pretrained length 64"),
+        ({"context": 256, "chunk": 0}, "chunk is 0"),
+        ({"context": 256, "windows": 3}, "no parameter 'windows'"),
+    ],
+)
+def test_wrong_parameters_leave_the_model_as_it_was(tiny, ids, given, message):
+    model = tiny()
+    before, config = logits(model, ids), model.config.to_dict()
+    with pytest.raises(ConfigError, match=message):
+        rpe3d.extend(model, **given)
+    assert torch.equal(logits(model, ids), before)
+    assert model.config.to_dict() == config
+
+
+def test_what_cannot_be_extended_is_refused_with_the_reason(tiny):
+    from transformers import BertConfig, BertModel, BloomConfig, BloomForCausalLM
+
+    size = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    with pytest.raises(ConfigError, match="BertModel is not a causal language model"):
+        rpe3d.extend(BertModel(BertConfig(**size)), context=1024)
+    with pytest.raises(ConfigError, match="Bloom"):
+        rpe3d.extend(BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=1, n_head=2, vocab_size=50)), context=4096)
+    with pytest.raises(ConfigError, match="is not a Hugging Face model"):
+        rpe3d.extend(torch.nn.Linear(2, 2), context=1024)
+    with pytest.raises(ConfigError, match="not extended"):
+        rpe3d.restore(tiny())
