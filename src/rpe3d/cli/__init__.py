@@ -18,6 +18,7 @@ from rpe3d.config import ConfigError, choice
 
 VERBS = {
     "demo": ("rpe3d.cli.demo", "every law with its parameters for an example model, and the decay figure"),
+    "extend": ("rpe3d.cli.extend", "a checkpoint with a longer context, which carries its law"),
     "doctor": ("rpe3d.cli.doctor", "what runs on this machine, and why"),
 }
 

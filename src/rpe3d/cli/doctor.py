@@ -1,7 +1,7 @@
-"""`rpe3d doctor`: what runs on this machine, and why.
+"""`rpe3d doctor`: what runs on this machine, and why; with a model, what a law can do for it.
 
-JSON, schema 1: {"schema": 1, "machine": {name: value}, "rows": [{"device", "dtype", "law", "rotation", "prefill",
-"decode", "decode_reason"}]}.
+JSON, schema 1: {"schema": 1, "machine": {name: value}, "model": {name: value} or null, "rows": [{"device", "dtype",
+"law", "rotation", "prefill", "decode", "decode_reason"}]}.
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ from rpe3d.cli.arguments import need, replacing
 
 
 def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "model", metavar="MODEL", nargs="?", help="a Hugging Face name or folder, a .gguf, or `default`"
+    )
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the rows of the table as JSON, too")
 
 
@@ -33,12 +37,53 @@ def run(arguments: Namespace) -> int:
         machine["cuda"] = torch.cuda.get_device_name()
         devices["cuda"] = torch.bfloat16
     rows = [row for device, dtype in devices.items() for row in _choices(device, dtype)]
+    model = _examine(arguments) if arguments.model else None
     if arguments.json is not None:
-        text = json.dumps({"schema": 1, "machine": machine, "rows": rows}, indent=2)
+        text = json.dumps({"schema": 1, "machine": machine, "model": model, "rows": rows}, indent=2)
         with replacing("--json", arguments.json) as unfinished:
             unfinished.write_text(text + "\n", encoding="utf-8")
-    _print(machine, rows)
+    if model is not None:
+        _print_pairs(model)
+    else:
+        _print_pairs(machine)
+        _print_rows(rows)
     return 0
+
+
+def _examine(arguments: Namespace) -> dict[str, str]:
+    """One screen about a model: what it is, and what a law would change."""
+    need("models", "transformers")
+    from rpe3d.config import ConfigError
+    from rpe3d.models.extend import extend, law_of, text_config
+    from rpe3d.models.load import load
+    from rpe3d.models.probe import probe
+
+    loaded = load(arguments.model, trust_remote_code=arguments.trust_remote_code, with_tokenizer=False)
+    model, config = loaded.model, text_config(loaded.model)
+    law = law_of(model)
+    about = {
+        "model": loaded.source,
+        "architecture": f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()) / 1e6:.0f} M parameters",
+        "law": "none: stock" if law is None else f"{law.name}, {law.pretrained} to {law.context} positions",
+        "attention": str(config._attn_implementation),
+    }
+    try:
+        found = probe(model, config)
+        pretrained = law.pretrained if law is not None else config.max_position_embeddings
+        about["pretrained context"] = str(pretrained)
+        pairs = "neighbours" if found.interleaved else "halves"
+        about["rotary"] = f"{found.rotary_dim} of {found.head_dim} dimensions, {pairs} paired"
+        kept = f"; {found.stock_layers} keep their sliding window" if found.stock_layers else ""
+        about["layers a law changes"] = f"{found.layers} of {found.layers + found.stock_layers}{kept}"
+        if law is None:
+            extend(model, context=8 * pretrained)  # in memory only: the model is dropped
+            made = law_of(model)
+            assert made is not None
+            about["default at 8x"] = " ".join(f"{name}={getattr(made, name)}" for name in made.parameters())
+    except ConfigError as refusal:
+        about["not supported"] = refusal.problem
+    about |= {f"note {n}": note for n, note in enumerate(loaded.notes, 1)}
+    return about
 
 
 def _version(package: str) -> str:
@@ -79,18 +124,23 @@ def _choices(device: str, dtype: Any) -> list[dict[str, str]]:
     return rows
 
 
-def _print(machine: dict[str, str], rows: list[dict[str, str]]) -> None:
+def _print_pairs(pairs: dict[str, str]) -> None:
+    from rich.console import Console
+
+    width = max(map(len, pairs)) + 2
+    for name, value in pairs.items():
+        Console().print(f"{name:<{width}}{value}", highlight=False, soft_wrap=True)
+
+
+def _print_rows(rows: list[dict[str, str]]) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    console = Console()
-    for name, value in machine.items():
-        console.print(f"{name:<13} {value}", highlight=False)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("device", "law", "rotation", "prefill", "decode", "why"):
         table.add_column(column, no_wrap=column == "law")
     for row in rows:
         device = f"{row['device']} {row['dtype']}"
         table.add_row(device, row["law"], row["rotation"], row["prefill"], row["decode"], row["decode_reason"])
-    console.print(table)
+    Console().print(table)

@@ -34,7 +34,7 @@ def extend(model: Any, law: str = "3d-rpe", *, context: int, **parameters: Any) 
     `law` is any of `rpe3d.laws()`, `parameters` its own. The pretrained length, rope base, scaling and head layout are
     read from the model. Nothing is changed if anything is wrong. Extending again replaces the law.
     """
-    config = _text_config(model)
+    config = text_config(model)
     stock = getattr(model, _STATE, None) or _loaded_stock(config)
     base = stock.rope_parameters if stock else _rope_parameters(config)
     pretrained = stock.max_position_embeddings if stock else int(config.max_position_embeddings)
@@ -50,7 +50,7 @@ def extend(model: Any, law: str = "3d-rpe", *, context: int, **parameters: Any) 
 
 def restore(model: Any) -> Any:
     """The stock model again, bit for bit; returns the model."""
-    config = _text_config(model)
+    config = text_config(model)
     stock = getattr(model, _STATE, None) or _loaded_stock(config)
     if stock is None:
         raise ConfigError("this model is not extended", "there is nothing to restore")
@@ -73,12 +73,13 @@ def restore(model: Any) -> Any:
 
 def law_of(model: Any) -> Law | None:
     """The law that a model is under, if any."""
-    config = _text_config(model)
+    config = text_config(model)
     parameters = parameters_of(config)
     return law_in(config) if parameters is not None and "law" in parameters else None
 
 
-def _text_config(given: Any) -> Any:
+def text_config(given: Any) -> Any:
+    """The config that holds a causal language model's positions, or a refusal of what is none."""
     model: Any = given
     if not isinstance(given, nn.Module) or not hasattr(given, "config"):
         raise ConfigError(f"{type(model).__name__} is not a Hugging Face model", "give a transformers causal LM")

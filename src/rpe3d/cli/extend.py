@@ -1,0 +1,80 @@
+"""`rpe3d extend`: a checkpoint that carries its law, for `from_pretrained` after `import rpe3d`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import Any
+
+from rpe3d.cli.arguments import need, size
+from rpe3d.config import ConfigError
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a Hugging Face name or folder, a .gguf file, or `default`")
+    add("--context", metavar="N", type=size, required=True, help="tokens that it shall take, as 65536 or 64k")
+    add("--out", metavar="DIR", type=Path, required=True, help="a new folder for the checkpoint")
+    add("--law", default="3d-rpe", help="the law, as `rpe3d demo` lists them; default 3d-rpe")
+    add("--set", metavar="NAME=VALUE", action="append", default=[], help="a parameter of the law; again for more")
+    for name in ("chunk", "window", "reach"):
+        add(f"--{name}", metavar="N", type=size, help=f"the law's {name}, in tokens")
+    add("--trust-remote-code", action="store_true", help="run code that comes with the model")
+
+
+def law_parameters(arguments: Namespace) -> dict[str, Any]:
+    """--chunk, --window, --reach and --set as keywords of `extend`."""
+    given = {name: getattr(arguments, name) for name in ("chunk", "window", "reach")}
+    parameters: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    for item in arguments.set:
+        name, equals, value = item.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {item} has no value", "write it as --set name=value")
+        parameters[name.replace("-", "_")] = _value(value)
+    return parameters
+
+
+def _value(text: str) -> bool | int | float | str:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def run(arguments: Namespace) -> int:
+    need("models", "transformers")
+    out: Path = arguments.out
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} is there already", "give --out a new folder")
+    from rpe3d.models import extend
+    from rpe3d.models.load import load
+
+    source = Path(arguments.model)
+    tokenizer = not source.is_dir() or any(source.glob("tokenizer*"))
+    loaded = load(arguments.model, trust_remote_code=arguments.trust_remote_code, with_tokenizer=tokenizer)
+    for note in (*loaded.notes, *(() if tokenizer else ("the folder has no tokenizer, so none is written",))):
+        print(f"note: {note}", file=sys.stderr)
+    extend(loaded.model, arguments.law, context=arguments.context, **law_parameters(arguments))
+    unfinished = out.with_name(f".{os.getpid()}-{out.name}")
+    try:
+        unfinished.mkdir(parents=True)
+        loaded.model.save_pretrained(unfinished)
+        if loaded.tokenizer is not None:
+            loaded.tokenizer.model_max_length = arguments.context
+            loaded.tokenizer.save_pretrained(unfinished)
+        if out.exists():
+            out.rmdir()
+        unfinished.rename(out)
+    except OSError as error:
+        raise ConfigError(f"cannot write {out}: {error.strerror}", "give --out a place with room to write to") from None
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    print(f"wrote {out}: `import rpe3d`, then AutoModelForCausalLM.from_pretrained({str(out)!r})", file=sys.stderr)
+    return 0

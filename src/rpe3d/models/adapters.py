@@ -1,0 +1,61 @@
+"""PEFT adapters that were trained under a law: the law beside the weights, and a refusal of bases without it.
+
+PEFT stores nothing of a model's positions, so an adapter loads silently on a base it was not trained on. These two
+functions are `save_pretrained` and `PeftModel.from_pretrained` with the law checked.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rpe3d.config import ConfigError
+from rpe3d.geometry import make_law
+from rpe3d.models.extend import law_of
+
+FILE = "rpe3d.json"
+
+
+def save_adapter(model: Any, folder: str | Path) -> None:
+    """Save a PEFT model's adapter with the law that its base is under."""
+    law = law_of(model.get_base_model())
+    if law is None:
+        raise ConfigError(
+            "the adapter's base model is under no law", "save it with save_pretrained, or extend the base"
+        )
+    model.save_pretrained(folder)
+    (Path(folder) / FILE).write_text(json.dumps({"schema": 1, "law": law.to_dict()}, indent=2) + "\n", encoding="utf-8")
+
+
+def load_adapter(base: Any, folder: str | Path, **options: Any) -> Any:
+    """The base with the adapter, if the base is under the law that the adapter was trained under."""
+    from peft import PeftModel
+
+    check_adapter(base, folder)
+    return PeftModel.from_pretrained(base, str(folder), **options)
+
+
+def check_adapter(base: Any, folder: str | Path) -> None:
+    """Refuse a base whose law is not the adapter's."""
+    path = Path(folder) / FILE
+    try:
+        needed = make_law(**json.loads(path.read_text(encoding="utf-8"))["law"])
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{folder} has no {FILE}", "it was not trained under a law: load it with PEFT itself"
+        ) from None
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path} is damaged ({error})", "save the adapter again with save_adapter") from None
+    found = law_of(base)
+    if found is None:
+        raise ConfigError(
+            f"the adapter was trained under {needed.name}, and this base is under no law",
+            f"rpe3d.extend(base, {needed.name!r}, context={needed.context}, ...) first",
+        )
+    if found != needed:
+        differing = [k for k, v in needed.to_dict().items() if found.to_dict().get(k) != v]
+        raise ConfigError(
+            f"the adapter's law and the base's differ in {', '.join(differing)}",
+            "extend the base with the adapter's law",
+        )

@@ -1,0 +1,48 @@
+"""An adapter trained under a law carries the law and refuses a base without it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import rpe3d
+from rpe3d import ConfigError
+from rpe3d.models import load_adapter, save_adapter
+
+peft = pytest.importorskip("peft")
+BOUNDED = {"chunk": 8, "window": 16, "reach": 32}
+
+
+def adapted(model):
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "k_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    return peft.get_peft_model(model, config).eval()
+
+
+def test_an_adapter_comes_back_on_a_base_under_its_law(tiny, ids, tmp_path):
+    model = adapted(rpe3d.extend(tiny(), context=256, **BOUNDED))
+    with torch.no_grad():
+        expected = model(ids).logits
+        save_adapter(model, tmp_path)
+        again = load_adapter(rpe3d.extend(tiny(), context=256, **BOUNDED), tmp_path).eval()
+        assert torch.equal(again(ids).logits, expected)
+
+
+def test_an_adapter_refuses_a_base_without_its_law(tiny, tmp_path):
+    save_adapter(adapted(rpe3d.extend(tiny(), context=256, **BOUNDED)), tmp_path)
+    with pytest.raises(ConfigError, match="trained under 3d-rpe, and this base is under no law"):
+        load_adapter(tiny(), tmp_path)
+    with pytest.raises(ConfigError, match="differ in context"):
+        load_adapter(rpe3d.extend(tiny(), context=128, **BOUNDED), tmp_path)
+    (tmp_path / "rpe3d.json").write_text("{")
+    with pytest.raises(ConfigError, match="is damaged"):
+        load_adapter(tiny(), tmp_path)
+    (tmp_path / "rpe3d.json").unlink()
+    with pytest.raises(ConfigError, match="was not trained under a law"):
+        load_adapter(tiny(), tmp_path)
+
+
+def test_an_adapter_of_a_stock_model_is_not_ours_to_save(tiny, tmp_path):
+    with pytest.raises(ConfigError, match="under no law"):
+        save_adapter(adapted(tiny()), tmp_path)
+    assert not list(tmp_path.iterdir())
