@@ -73,8 +73,10 @@ def _examine(arguments: Namespace) -> dict[str, str]:
         about["pretrained context"] = str(pretrained)
         pairs = "neighbours" if found.interleaved else "halves"
         about["rotary"] = f"{found.rotary_dim} of {found.head_dim} dimensions, {pairs} paired"
-        kept = f"; {found.stock_layers} keep their sliding window" if found.stock_layers else ""
-        about["layers a law changes"] = f"{found.layers} of {found.layers + found.stock_layers}{kept}"
+        kept = f"; {found.windowed} keep their sliding window" if found.windowed else ""
+        kept += f"; {len(found.unrotated)} do not rotate" if found.unrotated else ""
+        layers = found.layers + found.windowed + len(found.unrotated)
+        about["layers a law changes"] = f"{found.layers} of {layers}{kept}"
         if law is None:
             extend(model, context=8 * pretrained)  # in memory only: the model is dropped
             made = law_of(model)

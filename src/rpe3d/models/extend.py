@@ -24,8 +24,8 @@ class Stock:
     rope_parameters: dict[str, Any]
     max_position_embeddings: int
     attention: str
-    buffers: dict[str, Tensor] = field(default_factory=dict)
-    attributes: dict[str, Any] = field(default_factory=dict)
+    rotaries: list[tuple[dict[str, Tensor], dict[str, Any]]] = field(default_factory=list)
+    """Buffers and attributes of the modules that make cos and sin; none where the model was loaded extended."""
 
 
 def extend(model: Any, law: str = "3d-rpe", *, context: int, **parameters: Any) -> Any:
@@ -41,9 +41,9 @@ def extend(model: Any, law: str = "3d-rpe", *, context: int, **parameters: Any) 
     found = probe(model, config)
     made = _make(law, base, pretrained, whole("context", context), found, parameters)
     if stock is None:
-        stock = _stock(config, found.rotary)
+        stock = _stock(config, found.rotaries)
     register()
-    _apply(model, config, found.rotary, made, stock)
+    _apply(model, config, found, made, stock)
     setattr(model, _STATE, stock)
     return model
 
@@ -54,17 +54,16 @@ def restore(model: Any) -> Any:
     stock = getattr(model, _STATE, None) or _loaded_stock(config)
     if stock is None:
         raise ConfigError("this model is not extended", "there is nothing to restore")
-    rotary = probe(model, config).rotary
+    rotaries = probe(model, config).rotaries
     _write(config, stock.rope_parameters)
     config.max_position_embeddings = stock.max_position_embeddings
-    if not stock.buffers:  # the model was loaded extended: its stock tables are made anew from its stock config
-        fresh = type(rotary)(config=config)
-        stock.buffers = dict(fresh.named_buffers(recurse=False))
-        stock.attributes = _attributes(fresh)
-    for name, buffer in stock.buffers.items():
-        setattr(rotary, name, buffer.to(getattr(rotary, name).device))
-    for name, value in stock.attributes.items():
-        setattr(rotary, name, value)
+    # A model that was loaded extended has its stock tables made anew from its stock config.
+    kept = stock.rotaries or [_kept(type(rotary)(config=config)) for rotary in rotaries]
+    for rotary, (buffers, attributes) in zip(rotaries, kept, strict=True):
+        for name, buffer in buffers.items():
+            setattr(rotary, name, buffer.to(getattr(rotary, name).device))
+        for name, value in attributes.items():
+            setattr(rotary, name, value)
     model.set_attn_implementation(stock.attention)
     if hasattr(model, _STATE):
         delattr(model, _STATE)
@@ -124,14 +123,25 @@ def _make(
     )
 
 
-def _stock(config: Any, rotary: nn.Module) -> Stock:
+def _stock(config: Any, rotaries: tuple[Any, ...]) -> Stock:
     return Stock(
         rope_parameters=_rope_parameters(config),
         max_position_embeddings=int(config.max_position_embeddings),
         attention=config._attn_implementation or "sdpa",
-        buffers={name: x.clone() for name, x in rotary.named_buffers(recurse=False)},
-        attributes=_attributes(rotary),
+        rotaries=[_kept(rotary) for rotary in rotaries],
     )
+
+
+def _kept(rotary: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    names = (
+        "rope_type",
+        "attention_scaling",
+        "full_attention_attention_scaling",
+        "max_seq_len_cached",
+        "original_max_seq_len",
+    )
+    buffers = {name: x.clone() for name, x in rotary.named_buffers(recurse=False)}
+    return buffers, {name: copy.copy(getattr(rotary, name)) for name in names if hasattr(rotary, name)}
 
 
 def _loaded_stock(config: Any) -> Stock | None:
@@ -146,16 +156,11 @@ def _loaded_stock(config: Any) -> Stock | None:
     )
 
 
-def _attributes(rotary: nn.Module) -> dict[str, Any]:
-    names = ("rope_type", "attention_scaling", "max_seq_len_cached", "original_max_seq_len")
-    return {name: copy.copy(getattr(rotary, name)) for name in names if hasattr(rotary, name)}
-
-
 def _write(config: Any, parameters: dict[str, Any]) -> None:
     config.rope_parameters = copy.deepcopy(parameters)
 
 
-def _apply(model: Any, config: Any, rotary: Any, law: Law, stock: Stock) -> None:
+def _apply(model: Any, config: Any, found: Findings, law: Law, stock: Stock) -> None:
     """Config, tables and attention, in this order: each reads the one before."""
     rope_type = DYNAMIC if law.name == "dynamic" else NAME
     own = _full(stock.rope_parameters)
@@ -163,20 +168,19 @@ def _apply(model: Any, config: Any, rotary: Any, law: Law, stock: Stock) -> None
     if "partial_rotary_factor" in own:
         entry["partial_rotary_factor"] = own["partial_rotary_factor"]
     entry |= {"law": law.to_dict(), "stock": copy.deepcopy(stock.rope_parameters)}
+    if found.unrotated:
+        entry["unrotated_layers"] = list(found.unrotated)
     nested = "rope_type" not in stock.rope_parameters and "rope_theta" not in stock.rope_parameters
     _write(config, {**stock.rope_parameters, "full_attention": entry} if nested else entry)
     # Dynamic NTK grows from the length that transformers finds here, so there it stays the pretrained one.
     config.max_position_embeddings = length = law.pretrained if law.name == "dynamic" else law.context
 
     prefix = "full_attention_" if nested else ""
-    old = getattr(rotary, f"{prefix}inv_freq")
-    theta, scaling = rope_init(config, old.device)
-    for name in ("inv_freq", "original_inv_freq"):
-        setattr(rotary, prefix + name, theta.clone())
-    setattr(rotary, f"{prefix}attention_scaling" if nested else "attention_scaling", scaling)
-    if nested:
-        rotary.rope_type = {**rotary.rope_type, "full_attention": rope_type}
-    else:
-        rotary.rope_type = rope_type
-    rotary.max_seq_len_cached = rotary.original_max_seq_len = length
+    for rotary in found.rotaries:
+        theta, scaling = rope_init(config, getattr(rotary, f"{prefix}inv_freq").device)
+        for name in ("inv_freq", "original_inv_freq"):
+            setattr(rotary, prefix + name, theta.clone())
+        setattr(rotary, f"{prefix}attention_scaling", scaling)
+        rotary.rope_type = {**rotary.rope_type, "full_attention": rope_type} if nested else rope_type
+        rotary.max_seq_len_cached = rotary.original_max_seq_len = length
     model.set_attn_implementation(NAME if needs_attention(law) else stock.attention)

@@ -1,8 +1,14 @@
-"""What a model does with positions, found out by running its own functions rather than by its name."""
+"""What a model does with positions, found out by running it, not by its name.
+
+With one token attention returns that token's value whatever the position, so the hidden states of two forwards of the
+same token at two positions are the same, and all that differs is how each layer has turned q and k. Watching what
+arrives at the attention registry therefore tells, layer by layer, whether and how the model rotates.
+"""
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,73 +16,151 @@ import torch
 from torch import Tensor, nn
 
 from rpe3d.config import ConfigError
-from rpe3d.rotation import rotate
+from rpe3d.rotation import cos_sin, rotate
+
+NAME = "rpe3d-probe"
+POSITION = 5
+CLOSE = 0.05  # relative: half-precision rounding is a tenth of it, a wrong pairing ten times it
 
 
 @dataclass(frozen=True)
 class Findings:
-    """The rotary layout of a model's full-attention layers."""
+    """The rotary layout of a model's layers."""
 
-    rotary: Any
-    """The module that makes cos and sin."""
+    rotaries: tuple[Any, ...]
+    """The modules that make cos and sin for the layers that a law changes."""
     head_dim: int
     rotary_dim: int
     interleaved: bool
     layers: int
     """Layers whose attention a law changes."""
-    stock_layers: int
-    """Layers that keep a window of their own."""
+    windowed: int
+    """Layers that keep a sliding window of their own."""
+    unrotated: tuple[int, ...]
+    """Indices of layers without rotation, which stay as they are."""
 
 
-def probe(model: nn.Module, config: Any) -> Findings:
+@dataclass(frozen=True)
+class Seen:
+    """What one layer handed to attention."""
+
+    layer: int
+    q: Tensor
+    windowed: bool
+    positions: bool
+
+
+def probe(model: Any, config: Any) -> Findings:
     """How the model rotates, or a refusal that says why a law cannot be applied to it."""
     family = type(model).__name__
-    rotaries = [m for m in model.modules() if hasattr(m, "inv_freq") or hasattr(m, "full_attention_inv_freq")]
+    rotaries = tuple(
+        m
+        for m in model.modules()
+        if (hasattr(m, "inv_freq") or hasattr(m, "full_attention_inv_freq")) and getattr(m, "config", config) is config
+    )
     if not rotaries:
-        raise _refusal(family, "it has no rotary embedding that transformers' rope registry reaches")
-    attentions = [
-        m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "scaling") and hasattr(m, "config")
-    ]
-    attentions = [m for m in attentions if getattr(m, "is_causal", True)]
-    if not attentions or not getattr(model, "_supports_attention_backend", False):
-        raise _refusal(family, "its attention does not go through transformers' attention registry")
-    full = [m for m in attentions if getattr(m, "sliding_window", None) is None]
+        raise refusal(family, "it has no rotary embedding that transformers' rope registry reaches")
+    first, second = (_watch(model, family, position) for position in (0, POSITION))
+    if not first or len(first) != len(second):
+        raise refusal(family, "its attention does not go through transformers' attention registry")
+    full = [pair for pair in zip(first, second, strict=True) if not pair[0].windowed]
     if not full:
-        raise _refusal(family, "all of its layers have a sliding window, so none reaches further than it")
-    apply = getattr(sys.modules[type(full[0]).__module__], "apply_rotary_pos_emb", None)
-    if apply is None:
-        raise _refusal(family, "its rotation is not a function apply_rotary_pos_emb")
-    head_dim = int(getattr(full[0], "head_dim", 0) or config.hidden_size // config.num_attention_heads)
-    rotary: Any = rotaries[0]
+        raise refusal(family, "all of its layers have a sliding window, so none reaches further than it")
+    turned = [(a, b) for a, b in full if not torch.equal(a.q, b.q)]
+    if not turned:
+        raise refusal(family, "none of its layers with full attention rotates")
+    if not all(a.positions for a, _ in turned):
+        raise refusal(family, "it passes no position ids to its attention")
+    theta = _frequencies(rotaries[0])
+    head_dim = turned[0][0].q.shape[-1]
+    interleaved = [_pairing(a.q, b.q, theta) for a, b in turned]
+    if None in interleaved or len(set(interleaved)) > 1:
+        raise refusal(family, "it rotates otherwise than by halves or by neighbours of the first dimensions of a head")
+    return Findings(
+        rotaries=rotaries,
+        head_dim=head_dim,
+        rotary_dim=2 * theta.numel(),
+        interleaved=bool(interleaved[0]),
+        layers=len(turned),
+        windowed=len(first) - len(full),
+        unrotated=tuple(a.layer for a, b in full if torch.equal(a.q, b.q)),
+    )
+
+
+def _frequencies(rotary: Any) -> Tensor:
     theta: Tensor = rotary.inv_freq if hasattr(rotary, "inv_freq") else rotary.full_attention_inv_freq
-    interleaved = _interleaved(apply, theta.numel(), head_dim)
-    if interleaved is None:
-        raise _refusal(family, "its pairs of rotary dimensions are neither halves nor neighbours")
-    return Findings(rotary, head_dim, 2 * theta.numel(), interleaved, len(full), len(attentions) - len(full))
+    return theta.detach().double().cpu()
 
 
-def _interleaved(apply: Any, pairs: int, head_dim: int) -> bool | None:
-    """Whether the family's function turns neighbours (True) or halves (False); None if it does something else."""
-    generator = torch.Generator().manual_seed(0)
-    angles = torch.rand(1, 3, pairs, generator=generator, dtype=torch.float64)
-    q, k = (torch.randn(1, 1, 3, head_dim, generator=generator, dtype=torch.float64) for _ in range(2))
-    for width in dict.fromkeys((head_dim, 2 * pairs)):  # some families cut the rotary part out themselves
-        for interleaved in (False, True):
-            for wide in (torch.cat([angles, angles], -1), angles.repeat_interleave(2, -1), angles):
-                try:
-                    got: tuple[Tensor, Tensor] = apply(q[..., :width], k[..., :width], wide.cos(), wide.sin())
-                except (RuntimeError, IndexError, TypeError):
-                    continue
-                cos, sin = angles.cos(), angles.sin()
-                ours = [rotate(x[..., :width], None, cos, sin, interleaved=interleaved)[0] for x in (q, k)]
-                # Some families turn in float32 whatever they are given.
-                if all(
-                    a.shape == b.shape and torch.allclose(a.double(), b, atol=1e-5)
-                    for a, b in zip(got, ours, strict=True)
-                ):
-                    return interleaved
+def _pairing(at_zero: Tensor, at_position: Tensor, theta: Tensor) -> bool | None:
+    """Whether a vector was turned in neighbours (True) or halves (False); None if in neither."""
+    vector, truth = at_zero.double().cpu(), at_position.double().cpu()
+    if 2 * theta.numel() > vector.shape[-1]:
+        return None
+    cos, sin = cos_sin(POSITION * theta[None], dtype=torch.float64)
+    for interleaved in (False, True):
+        turned, _ = rotate(vector, None, cos, sin, interleaved=interleaved, impl="reference")
+        if (turned - truth).norm() <= CLOSE * (vector - truth).norm():
+            return interleaved
     return None
 
 
-def _refusal(family: str, reason: str) -> ConfigError:
-    return ConfigError(f"{family} cannot be extended: {reason}", "`rpe3d doctor` lists what can be")
+def _watch(model: Any, family: str, position: int) -> list[Seen]:
+    """Run one token at a position and note what arrives at attention."""
+    seen: list[Seen] = []
+
+    def record(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        sliding_window: int | None = None,
+        position_ids: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        if query.shape[-1] != key.shape[-1] or query.shape[2] != 1 or query.shape[1] % key.shape[1]:
+            raise ConfigError("its heads are not those of a plain decoder", "")
+        layer = int(getattr(module, "layer_idx", len(seen)))
+        seen.append(Seen(layer, query.detach().clone(), sliding_window is not None, position_ids is not None))
+        return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2).contiguous(), None
+
+    device = model.get_input_embeddings().weight.device
+    given = {
+        "input_ids": torch.ones(1, 1, dtype=torch.long, device=device),
+        "position_ids": torch.full((1, 1), position, device=device),
+        "use_cache": False,
+    }
+    training = model.training
+    try:
+        with _attention(model, record), torch.no_grad():
+            model.eval()(**given)
+    except Exception as error:  # whatever a family does with one plain token, it is not ours to go on with
+        line = str(error).strip().splitlines()
+        reason = (
+            error.problem if isinstance(error, ConfigError) else f"it fails on one token ({(line or ['?'])[0][:80]})"
+        )
+        raise refusal(family, reason) from None
+    finally:
+        model.train(training)
+    return seen
+
+
+@contextmanager
+def _attention(model: Any, function: Any) -> Iterator[None]:
+    """The model with another attention function, and without a mask, for the time of a `with`."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    before = model.config._attn_implementation
+    AttentionInterface.register(NAME, function)
+    AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
+    try:
+        model.set_attn_implementation(NAME)
+        yield
+    finally:
+        model.set_attn_implementation(before or "sdpa")
+
+
+def refusal(family: str, reason: str) -> ConfigError:
+    """The one way in which a family is refused."""
+    return ConfigError(f"{family} cannot be extended: {reason}", "docs/families.md lists the families that can be")

@@ -123,12 +123,13 @@ def attend(
         )
     if dropout:
         raise ConfigError(f"attention dropout is {dropout}", "set config.attention_dropout = 0")
+    law = _law_of(module)
     where: Layout = layout(query, key, attention_mask, position_ids)
     out, _ = attention(
         query,
         key[:, :, : where.keys_used],
         value[:, :, : where.keys_used],
-        _law_of(module),
+        law,
         query_positions=where.queries,
         key_positions=where.keys,
         query_mask=where.query_mask,
@@ -141,15 +142,17 @@ def attend(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _law_of(module: torch.nn.Module) -> Law:
-    """The module's law, made once per config it is under."""
+def _law_of(module: Any) -> Law:
+    """The module's law, made once per config it is under; for a layer that does not rotate, one that never turns."""
     parameters = parameters_of(module.config)
     made = module.__dict__.get("_rpe3d")
     if made is None or made[0] is not parameters:
-        made = (parameters, law_in(module.config))
+        law: Law = law_in(module.config)
+        if parameters is not None and getattr(module, "layer_idx", None) in parameters.get("unrotated_layers", ()):
+            law = make_law("rope", pretrained=law.pretrained, context=law.context, head_dim=law.rotary.head_dim)
+        made = (parameters, law)
         module.__dict__["_rpe3d"] = made
-    law: Law = made[1]
-    return law
+    return made[1]  # type: ignore[no-any-return]
 
 
 def _stock(
