@@ -63,8 +63,8 @@ class Span:
 
 def _blocked(x: Inputs, backend: str | None) -> tuple[Tensor, Tensor]:
     spans = list(_spans(x))
-    # The library has no softcap; a law or positions without a schedule go in dense tiles.
-    if x.softcap is not None or any(span is None for span in spans):
+    # No library has softcap, few have values of another size; these, and positions without a schedule, are tiled.
+    if x.softcap is not None or x.v.shape[3] != x.q.shape[3] or any(span is None for span in spans):
         return _tiled(x)
     if not x.turned:
         x = _stock(x)

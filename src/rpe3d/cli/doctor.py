@@ -72,7 +72,7 @@ def _examine(arguments: Namespace) -> dict[str, str]:
         pretrained = law.pretrained if law is not None else config.max_position_embeddings
         about["pretrained context"] = str(pretrained)
         pairs = "neighbours" if found.interleaved else "halves"
-        about["rotary"] = f"{found.rotary_dim} of {found.head_dim} dimensions, {pairs} paired"
+        about["rotary"] = f"{2 * found.frequencies.numel()} of {found.head_dim} dimensions, {pairs} paired"
         kept = f"; {found.windowed} keep their sliding window" if found.windowed else ""
         kept += f"; {len(found.unrotated)} do not rotate" if found.unrotated else ""
         layers = found.layers + found.windowed + len(found.unrotated)

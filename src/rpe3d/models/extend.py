@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from rpe3d.config import ConfigError, whole
 from rpe3d.geometry import Law, make_law
-from rpe3d.models.probe import Findings, probe
+from rpe3d.models.probe import Findings, probe, refusal, run_one_token
 from rpe3d.models.registry import DYNAMIC, NAME, law_in, needs_attention, parameters_of, register, rope_init
 
 _STATE = "_rpe3d_stock"
@@ -35,15 +36,26 @@ def extend(model: Any, law: str = "3d-rpe", *, context: int, **parameters: Any) 
     read from the model. Nothing is changed if anything is wrong. Extending again replaces the law.
     """
     config = text_config(model)
-    stock = getattr(model, _STATE, None) or _loaded_stock(config)
+    stock = getattr(model, _STATE, None) or _loaded_stock(model, config)
     base = stock.rope_parameters if stock else _rope_parameters(config)
     pretrained = stock.max_position_embeddings if stock else int(config.max_position_embeddings)
     found = probe(model, config)
     made = _make(law, base, pretrained, whole("context", context), found, parameters)
     if stock is None:
+        own = made.model_frequencies()
+        if not torch.allclose(own, found.frequencies, rtol=1e-4, atol=0):
+            raise refusal(type(model).__name__, "its frequencies are not those of its rope parameters")
         stock = _stock(config, found.rotaries)
     register()
-    _apply(model, config, found, made, stock)
+    before = copy.deepcopy(config.rope_parameters), config.max_position_embeddings, config._attn_implementation
+    tables = [_kept(rotary) for rotary in found.rotaries]
+    _apply(config, found, made, stock)
+    try:
+        run_one_token(model, type(model).__name__)
+    except ConfigError:
+        config.rope_parameters, config.max_position_embeddings, config._attn_implementation = before
+        _put_back(found.rotaries, tables)
+        raise
     setattr(model, _STATE, stock)
     return model
 
@@ -51,7 +63,7 @@ def extend(model: Any, law: str = "3d-rpe", *, context: int, **parameters: Any) 
 def restore(model: Any) -> Any:
     """The stock model again, bit for bit; returns the model."""
     config = text_config(model)
-    stock = getattr(model, _STATE, None) or _loaded_stock(config)
+    stock = getattr(model, _STATE, None) or _loaded_stock(model, config)
     if stock is None:
         raise ConfigError("this model is not extended", "there is nothing to restore")
     rotaries = probe(model, config).rotaries
@@ -59,12 +71,8 @@ def restore(model: Any) -> Any:
     config.max_position_embeddings = stock.max_position_embeddings
     # A model that was loaded extended has its stock tables made anew from its stock config.
     kept = stock.rotaries or [_kept(type(rotary)(config=config)) for rotary in rotaries]
-    for rotary, (buffers, attributes) in zip(rotaries, kept, strict=True):
-        for name, buffer in buffers.items():
-            setattr(rotary, name, buffer.to(getattr(rotary, name).device))
-        for name, value in attributes.items():
-            setattr(rotary, name, value)
-    model.set_attn_implementation(stock.attention)
+    _put_back(rotaries, kept)
+    config._attn_implementation = stock.attention
     if hasattr(model, _STATE):
         delattr(model, _STATE)
     return model
@@ -116,7 +124,7 @@ def _make(
         context=context,
         head_dim=found.head_dim,
         rope_theta=own.get("rope_theta", 10000.0),
-        rotary_dim=found.rotary_dim,
+        rotary_dim=2 * found.frequencies.numel(),
         interleaved=found.interleaved,
         rope_scaling=scaling,
         **parameters,
@@ -144,7 +152,15 @@ def _kept(rotary: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return buffers, {name: copy.copy(getattr(rotary, name)) for name in names if hasattr(rotary, name)}
 
 
-def _loaded_stock(config: Any) -> Stock | None:
+def _put_back(rotaries: tuple[Any, ...], kept: list[tuple[dict[str, Tensor], dict[str, Any]]]) -> None:
+    for rotary, (buffers, attributes) in zip(rotaries, kept, strict=True):
+        for name, buffer in buffers.items():
+            setattr(rotary, name, buffer.to(getattr(rotary, name).device))
+        for name, value in attributes.items():
+            setattr(rotary, name, value)
+
+
+def _loaded_stock(model: Any, config: Any) -> Stock | None:
     """What a config that was saved extended says of its stock model."""
     parameters = parameters_of(config)
     if parameters is None or "law" not in parameters:
@@ -152,7 +168,7 @@ def _loaded_stock(config: Any) -> Stock | None:
     return Stock(
         rope_parameters=copy.deepcopy(parameters["stock"]),
         max_position_embeddings=int(parameters["law"]["pretrained"]),
-        attention="sdpa",
+        attention="sdpa" if getattr(model, "_supports_sdpa", False) else "eager",
     )
 
 
@@ -160,7 +176,7 @@ def _write(config: Any, parameters: dict[str, Any]) -> None:
     config.rope_parameters = copy.deepcopy(parameters)
 
 
-def _apply(model: Any, config: Any, found: Findings, law: Law, stock: Stock) -> None:
+def _apply(config: Any, found: Findings, law: Law, stock: Stock) -> None:
     """Config, tables and attention, in this order: each reads the one before."""
     rope_type = DYNAMIC if law.name == "dynamic" else NAME
     own = _full(stock.rope_parameters)
@@ -183,4 +199,4 @@ def _apply(model: Any, config: Any, found: Findings, law: Law, stock: Stock) -> 
         setattr(rotary, f"{prefix}attention_scaling", scaling)
         rotary.rope_type = {**rotary.rope_type, "full_attention": rope_type} if nested else rope_type
         rotary.max_seq_len_cached = rotary.original_max_seq_len = length
-    model.set_attn_implementation(NAME if needs_attention(law) else stock.attention)
+    config._attn_implementation = NAME if needs_attention(law) else stock.attention

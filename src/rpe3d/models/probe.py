@@ -20,6 +20,7 @@ from rpe3d.rotation import cos_sin, rotate
 
 NAME = "rpe3d-probe"
 POSITION = 5
+KNOWN = ("cache_position", "s_aux", "attention_mask", "position_ids")
 CLOSE = 0.05  # relative: half-precision rounding is a tenth of it, a wrong pairing ten times it
 
 
@@ -30,7 +31,8 @@ class Findings:
     rotaries: tuple[Any, ...]
     """The modules that make cos and sin for the layers that a law changes."""
     head_dim: int
-    rotary_dim: int
+    frequencies: Tensor
+    """θ_l in force, float64."""
     interleaved: bool
     layers: int
     """Layers whose attention a law changes."""
@@ -60,7 +62,7 @@ def probe(model: Any, config: Any) -> Findings:
     )
     if not rotaries:
         raise refusal(family, "it has no rotary embedding that transformers' rope registry reaches")
-    first, second = (_watch(model, family, position) for position in (0, POSITION))
+    first, second = (_watch(model, config, family, position) for position in (0, POSITION))
     if not first or len(first) != len(second):
         raise refusal(family, "its attention does not go through transformers' attention registry")
     full = [pair for pair in zip(first, second, strict=True) if not pair[0].windowed]
@@ -79,7 +81,7 @@ def probe(model: Any, config: Any) -> Findings:
     return Findings(
         rotaries=rotaries,
         head_dim=head_dim,
-        rotary_dim=2 * theta.numel(),
+        frequencies=theta,
         interleaved=bool(interleaved[0]),
         layers=len(turned),
         windowed=len(first) - len(full),
@@ -105,7 +107,7 @@ def _pairing(at_zero: Tensor, at_position: Tensor, theta: Tensor) -> bool | None
     return None
 
 
-def _watch(model: Any, family: str, position: int) -> list[Seen]:
+def _watch(model: Any, config: Any, family: str, position: int) -> list[Seen]:
     """Run one token at a position and note what arrives at attention."""
     seen: list[Seen] = []
 
@@ -121,10 +123,19 @@ def _watch(model: Any, family: str, position: int) -> list[Seen]:
     ) -> tuple[Tensor, None]:
         if query.shape[-1] != key.shape[-1] or query.shape[2] != 1 or query.shape[1] % key.shape[1]:
             raise ConfigError("its heads are not those of a plain decoder", "")
+        if strange := unknown(kwargs):
+            raise ConfigError(f"its attention is also given {strange}", "")
         layer = int(getattr(module, "layer_idx", len(seen)))
         seen.append(Seen(layer, query.detach().clone(), sliding_window is not None, position_ids is not None))
         return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2).contiguous(), None
 
+    with _attention(config, record):
+        run_one_token(model, family, position)
+    return seen
+
+
+def run_one_token(model: Any, family: str, position: int = 0) -> None:
+    """A forward of one token, whose failure is a refusal."""
     device = model.get_input_embeddings().weight.device
     given = {
         "input_ids": torch.ones(1, 1, dtype=torch.long, device=device),
@@ -133,32 +144,34 @@ def _watch(model: Any, family: str, position: int) -> list[Seen]:
     }
     training = model.training
     try:
-        with _attention(model, record), torch.no_grad():
+        with torch.no_grad():
             model.eval()(**given)
     except Exception as error:  # whatever a family does with one plain token, it is not ours to go on with
-        line = str(error).strip().splitlines()
-        reason = (
-            error.problem if isinstance(error, ConfigError) else f"it fails on one token ({(line or ['?'])[0][:80]})"
-        )
+        line = (str(error).strip().splitlines() or ["?"])[0][:80]
+        reason = error.problem if isinstance(error, ConfigError) else f"it fails on one token ({line})"
         raise refusal(family, reason) from None
     finally:
         model.train(training)
-    return seen
+
+
+def unknown(kwargs: dict[str, Any]) -> str | None:
+    """A tensor that a family hands to its attention and a law knows nothing of: ignoring it would be silently wrong."""
+    return next((k for k, v in kwargs.items() if isinstance(v, Tensor) and k not in KNOWN), None)
 
 
 @contextmanager
-def _attention(model: Any, function: Any) -> Iterator[None]:
-    """The model with another attention function, and without a mask, for the time of a `with`."""
+def _attention(config: Any, function: Any) -> Iterator[None]:
+    """The layers of a config with another attention function, and without a mask, for the time of a `with`."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    before = model.config._attn_implementation
+    before = config._attn_implementation
     AttentionInterface.register(NAME, function)
     AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
     try:
-        model.set_attn_implementation(NAME)
+        config._attn_implementation = NAME
         yield
     finally:
-        model.set_attn_implementation(before or "sdpa")
+        config._attn_implementation = before
 
 
 def refusal(family: str, reason: str) -> ConfigError:

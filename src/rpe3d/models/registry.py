@@ -15,6 +15,7 @@ from rpe3d.attention import attention
 from rpe3d.config import ConfigError
 from rpe3d.geometry import Law, make_law
 from rpe3d.models.positions import Layout, layout
+from rpe3d.models.probe import unknown
 
 NAME = "rpe3d"  # transformers parses names: none of "flash", "sdpa", "flex", "/" may be in it
 DYNAMIC = "rpe3d-dynamic"  # transformers looks for "dynamic" in a rope type to know that it grows
@@ -121,6 +122,8 @@ def attend(
         raise ConfigError(
             f"the attention mask is {attention_mask.ndim}-dimensional", "give the padding mask [batch, tokens]"
         )
+    if strange := unknown(kwargs):
+        raise ConfigError(f"this attention is also given {strange}", "rpe3d cannot extend this model")
     if dropout:
         raise ConfigError(f"attention dropout is {dropout}", "set config.attention_dropout = 0")
     law = _law_of(module)
