@@ -238,6 +238,14 @@ def test_positions_with_gaps_are_exact_too(name):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
 
 
+def test_values_may_have_another_size_than_keys():
+    law = law_for("3d-rpe")
+    q, k, _ = vectors(dtype=torch.float64)
+    v = torch.randn(2, 2, 75, 24, dtype=torch.float64)
+    out, _ = attention(q, k, v, law, impl="blocked")
+    torch.testing.assert_close(out, attention(q, k, v, law, impl="reference")[0], rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("name", ["rope", "3d-rpe", "rerope"])
 def test_softcap_sinks_and_scale_are_honoured(name):
     """Gemma's softcap by hand; a sink is a key whose value is zero (gpt-oss)."""
