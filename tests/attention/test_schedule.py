@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rpe3d import laws, make_law
-from rpe3d.attention.schedule import moved, schedule
+from rpe3d.attention.schedule import schedule
+
+
+def moved(call, n):
+    """The n-th repetition of a call, alone."""
+    return replace(call, query=call.query + n * call.step, key=call.key + n * call.step, times=1, step=0)
 
 
 def covered(blocks, queries, keys):

@@ -154,7 +154,6 @@ def test_neighbours_keep_resolution_one_and_borders_drop_by_a_sawtooth(case):
     torch.testing.assert_close(step[~far_border], torch.ones_like(step[~far_border]), rtol=0, atol=SLACK)
     drop = torch.full_like(step[far_border], 1 - c * (1 - law.slope))
     torch.testing.assert_close(step[far_border], drop, rtol=1e-12, atol=SLACK)
-    assert c * (1 - law.slope) <= c
 
 
 def test_the_decay_bound_is_evaluated_below_the_reach_only():

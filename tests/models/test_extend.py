@@ -187,6 +187,21 @@ def test_gradients_flow_and_checkpointing_changes_nothing(tiny, ids):
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-5, atol=1e-6)
 
 
+def test_position_ids_that_are_changed_in_place_are_read_again(tiny, ids):
+    """Layers of one forward share what is read of them; the next forward must not."""
+    model = rpe3d.extend(tiny(), context=256, **BOUNDED)
+    position = torch.arange(120)[None]
+    first = logits(model, ids, position_ids=position, use_cache=False)
+    position += 3  # no multiple of the chunk, so borders fall elsewhere
+    second = logits(model, ids, position_ids=position, use_cache=False)
+    assert not torch.allclose(first, second, **CLOSE)
+    torch.testing.assert_close(second, logits(model, ids, position_ids=position.clone(), use_cache=False), **CLOSE)
+    with torch.inference_mode():
+        torch.testing.assert_close(
+            logits(model, ids, position_ids=torch.arange(120)[None], use_cache=False), first, **CLOSE
+        )
+
+
 def test_packed_rows_and_masks_of_four_dimensions_are_refused(tiny, ids):
     model = rpe3d.extend(tiny(), context=256, **BOUNDED)
     packed = torch.cat([torch.arange(60), torch.arange(60)])[None]

@@ -51,11 +51,7 @@ class Inputs:
 
     def angles(self, turn: Turn, positions: Int[Tensor, "*p"], theta: Float64[Tensor, " l"]) -> Float64[Tensor, "*p l"]:
         """By how much vectors at these positions have still to be turned."""
-        x = turn.position(positions)
-        if self.turned:
-            x = x - positions
-        angle = x[..., None] * theta
-        return angle if turn.phase is None else angle + turn.phase(positions // turn.chunk)[..., None]
+        return turn.angle(positions, theta, stock=self.turned)
 
     def positions(self) -> tuple[Int[Tensor, "b t"], Int[Tensor, "b s"]]:
         """Both as tensors, one row per sequence."""

@@ -18,7 +18,6 @@ from rpe3d.geometry.plan import STOCK
 from rpe3d.rotation import cos_sin, rotate
 
 IMPLS = ("auto", "reference", "blocked", "decode")
-FEW = 16  # queries of one decoding step, at most
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -36,7 +35,7 @@ def run(x: Inputs, impl: str = "auto", backend: str | None = None) -> tuple[Tens
 
 def explain(x: Inputs) -> tuple[str, str]:
     """What impl="auto" takes, and why."""
-    few = x.q.shape[2] <= FEW and x.q.shape[2] < x.k.shape[2]
+    few = x.q.shape[2] <= decode.MOST_QUERIES and x.q.shape[2] < x.k.shape[2]
     if few and x.q.device.type == "cuda":
         grad = torch.is_grad_enabled() and (x.q.requires_grad or x.k.requires_grad or x.v.requires_grad)
         refusal = "it has no gradient" if grad else decode.supports(x)

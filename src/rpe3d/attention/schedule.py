@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -176,8 +176,3 @@ def _chunk_calls(i: int, region: Region, chunk: int, block: range, count: int, k
             square: dict[str, Any] = {"rows": size, "columns": size, "times": count // (2 * side), "step": step}
             yield Call(region=i, query=block.start + size, key=shared, **square)
             side *= 2
-
-
-def moved(call: Call, n: int) -> Call:
-    """The n-th repetition of a call, alone."""
-    return replace(call, query=call.query + n * call.step, key=call.key + n * call.step, times=1, step=0)

@@ -27,7 +27,4 @@ def table(turn: Turn, positions: range, frequencies: Float64[Tensor, " l"], dtyp
 def plain(turn: Turn, positions: range, frequencies: Float64[Tensor, " l"], dtype: torch.dtype) -> Table:
     """The specification of the kernel, which is one launch where this is twenty."""
     p = torch.arange(positions.start, positions.stop, device=frequencies.device)
-    angles = (turn.position(p) - p)[:, None] * frequencies
-    if turn.phase is not None:
-        angles = angles + turn.phase(p // turn.chunk)[:, None]
-    return cos_sin(angles, dtype=dtype)
+    return cos_sin(turn.angle(p, frequencies, stock=True), dtype=dtype)

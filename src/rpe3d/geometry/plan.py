@@ -47,9 +47,12 @@ class Turn:
         within = (self.offset * (p % self.chunk).to(torch.float64)).clamp(max=self.ceiling)
         return within + self.stride * (p // self.chunk).to(torch.float64) + self.start
 
-    def angle(self, p: Int[Tensor, "*p"], frequencies: Float64[Tensor, " l"]) -> Float64[Tensor, "*p l"]:
-        """θ_l x(p) + y(p), the angle by which a vector at p is turned in each plane."""
-        angle = self.position(p)[..., None] * frequencies
+    def angle(
+        self, p: Int[Tensor, "*p"], frequencies: Float64[Tensor, " l"], *, stock: bool = False
+    ) -> Float64[Tensor, "*p l"]:
+        """θ_l x(p) + y(p), by which a vector at p is turned in each plane; `stock`: what is left of it after RoPE."""
+        x = self.position(p) - p if stock else self.position(p)
+        angle = x[..., None] * frequencies
         return angle if self.phase is None else angle + self.phase(p // self.chunk)[..., None]
 
 

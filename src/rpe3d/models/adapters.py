@@ -7,6 +7,7 @@ functions are `save_pretrained` and `PeftModel.from_pretrained` with the law che
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,9 @@ def save_adapter(model: Any, folder: str | Path) -> None:
             "the adapter's base model is under no law", "save it with save_pretrained, or extend the base"
         )
     model.save_pretrained(folder)
-    (Path(folder) / FILE).write_text(json.dumps({"schema": 1, "law": law.to_dict()}, indent=2) + "\n", encoding="utf-8")
+    unfinished = Path(folder) / f".{os.getpid()}-{FILE}"
+    unfinished.write_text(json.dumps({"schema": 1, "law": law.to_dict()}, indent=2) + "\n", encoding="utf-8")
+    os.replace(unfinished, Path(folder) / FILE)
 
 
 def load_adapter(base: Any, folder: str | Path, **options: Any) -> Any:

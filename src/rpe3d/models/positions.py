@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rpe3d.attention.decode import MOST_QUERIES
 from rpe3d.config import ConfigError
 
-FEW = 16
 _last = threading.local()
 
 
@@ -28,15 +28,22 @@ class Layout:
 
 def layout(query: Tensor, key: Tensor, mask: Tensor | None, position_ids: Tensor | None) -> Layout:
     """The same for every layer of a forward, so it is made for the first and kept for the others."""
-    made = getattr(_last, "made", None)
     shape = (query.shape[0], query.shape[2], key.shape[2])
-    if made is not None and made[0] is mask and made[1] is position_ids and made[2] == shape and mask is not None:
-        result: Layout = made[3]
-        return result
+    if torch.compiler.is_compiling() or not (_counts(mask) and _counts(position_ids)):
+        return _layout(*shape, mask, position_ids)
+    state = (shape, *(x._version if x is not None else 0 for x in (mask, position_ids)))
+    made = getattr(_last, "made", None)
+    if made is not None and made[0] is mask and made[1] is position_ids and made[2] == state:
+        kept: Layout = made[3]
+        return kept
     result = _layout(*shape, mask, position_ids)
-    if not torch.compiler.is_compiling():
-        _last.made = (mask, position_ids, shape, result)
+    _last.made = (mask, position_ids, state, result)
     return result
+
+
+def _counts(x: Tensor | None) -> bool:
+    """Whether a tensor counts its changes: without that, one that was changed in place would look like itself."""
+    return x is None or not x.is_inference()
 
 
 def _layout(b: int, t: int, s: int, mask: Tensor | None, position_ids: Tensor | None) -> Layout:
@@ -45,7 +52,7 @@ def _layout(b: int, t: int, s: int, mask: Tensor | None, position_ids: Tensor | 
     positions = position_ids.expand(b, t)
     if mask is not None:
         return _padded(t, s, mask, positions)
-    if t <= FEW:  # a decoding step asks the device nothing
+    if t <= MOST_QUERIES:  # a decoding step asks the device nothing
         return Layout(positions, positions if s == t else range(s), None, None, s)
     queries = _consecutive(position_ids)
     if s == t:
