@@ -87,8 +87,8 @@ def eager(x):
 def assert_as_good(x, out, lse):
     """House rule 3: error <= 2 x (eager error + rounding), of every row that sees something; the others are exact.
 
-    Rounding is one unit in the last place of the largest result. Triton's interpreter does not round to bf16 but cuts
-    off, which shifts all scores one way: there the log-sum-exp is held to the precision of q.
+    Rounding is two units in the last place of the largest result, one for each product. Triton's interpreter does not
+    round to bf16 but cuts off, which shifts all scores one way: there the log-sum-exp is held to the precision of q.
     """
     assert out.shape == x.q.shape
     assert out.dtype == x.q.dtype
@@ -101,7 +101,7 @@ def assert_as_good(x, out, lse):
         truth = truth[sees]
         error, eager_error = ((y[sees].double() - truth).abs().max() for y in (ours, plain))
         cut = x.q.dtype == torch.bfloat16 and not x.q.is_cuda
-        rounding = torch.finfo(x.q.dtype if cut else ours.dtype).eps * truth.abs().max()
+        rounding = 2 * torch.finfo(x.q.dtype if cut else ours.dtype).eps * truth.abs().max()
         assert error <= 2 * (eager_error + rounding), f"{error:.3g} > 2 ({eager_error:.3g} + {rounding:.3g})"
 
 
@@ -288,12 +288,8 @@ def test_a_problem_that_it_cannot_run_is_refused_with_the_reason(change, reason,
 
 
 def test_a_step_allocates_and_launches_and_does_nothing_else(device, monkeypatch):
-    """What a CUDA graph can capture: no copy, no wait, no small kernels around the two."""
+    """What a CUDA graph can capture: no copy, no wait, no small kernels around the one."""
     from rpe3d.attention import decode_kernel
-
-    class Silent:
-        def __getitem__(self, grid):
-            return lambda *args, **kwargs: launched.append(grid)
 
     class Record(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -305,13 +301,13 @@ def test_a_step_allocates_and_launches_and_does_nothing_else(device, monkeypatch
     masks = {"key_mask": torch.ones(2, 700, dtype=torch.bool), "query_mask": torch.ones(2, 1, dtype=torch.bool)}
     x = problem(law_for("3d-rpe"), device, b=2, s=700, sinks=torch.randn(6), **tensors, **masks)
     decode.table(x.law, x.q.device)  # as the first step does
-    for kernel in ("_decode_kernel", "_merge_kernel"):
-        monkeypatch.setattr(decode_kernel, kernel, Silent())
+    monkeypatch.setattr(decode_kernel, "_decode", lambda *launch: launched.append(launch))
+    monkeypatch.setattr(decode_kernel, "zeros", lambda n, device: counters)
     monkeypatch.setattr(decode_kernel, "_processors", lambda device: 132)
-    launched, seen = [], set()
+    launched, seen, counters = [], set(), torch.zeros(4, dtype=torch.int32)
     with Record():
         decode.attend(x)
-    assert len(launched) == 2
+    assert len(launched) == 1
     assert seen <= {"empty", "empty_like", "view", "slice", "detach"}  # the last three are views
 
 

@@ -21,7 +21,7 @@ from rpe3d.geometry import Law, Phase, Region, Turn
 
 MOST_QUERIES = 16
 LEAST_CHUNK = 16  # a tile ends where its chunk ends, and tensor cores want tiles of 16
-_NEVER = 2.0**31 - 1  # no position and no chunk distance passes it (config.LONGEST)
+_NEVER = 2**31 - 1  # no position and no chunk distance passes it (config.LONGEST)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _HAS_TRITON = find_spec("triton") is not None
 
@@ -61,9 +61,14 @@ def attend(x: Inputs) -> tuple[Float[Tensor, "b h t d"], Float[Tensor, "b h t"]]
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A law as the kernel runs it: the chunk that tiles keep to (None: no chunks), and which regions turn q at all."""
+    """A law as the kernel is compiled for it.
+
+    The chunk that tiles keep to (None: no chunks); for each region its band, as (unit, first, last, keys), and whether
+    it turns q at all.
+    """
 
     chunk: int | None = None
+    bands: tuple[tuple[int, int, int, int], ...] = ()
     turning: tuple[bool, ...] = ()
     refusal: str | None = None
 
@@ -86,7 +91,14 @@ def plan(law: Law) -> Plan:
     chunk = chunks.pop() if chunks else None
     if chunk is not None and chunk < LEAST_CHUNK:
         return Plan(refusal=f"its chunks of {chunk} tokens are shorter than {LEAST_CHUNK}")
-    return Plan(chunk=chunk, turning=tuple(turning))
+    return Plan(chunk=chunk, bands=tuple(map(_band, law.regions)), turning=tuple(turning))
+
+
+def _band(region: Region) -> tuple[int, int, int, int]:
+    """Its chunk distances and keys, with numbers that nothing reaches in the place of none."""
+    first = region.first or 0  # causality cuts below the diagonal anyway
+    last = _NEVER if region.last is None else region.last
+    return min(region.unit, _NEVER), first, last, _NEVER + 1 if region.keys is None else region.keys
 
 
 def _still(turn: Turn) -> bool:
@@ -113,18 +125,14 @@ def table(law: Law, device: torch.device) -> Float64[Tensor, " n"]:
 
 
 def region_row(region: Region) -> list[float]:
-    """A region in sixteen numbers; angles in whole turns, so that the kernel drops them by rounding.
+    """A region's turns in twelve numbers; angles in whole turns, so that the kernel drops them by rounding.
 
-    The band, the query's turn, and the key's as its shift x(p) - p = slope · j + start in chunk j.
+    The query's turn, and the key's as its shift x(p) - p = slope · j + start in chunk j.
     """
     query, key = region.query, region.key
     chunkwise = not _still(key)
     return [
-        min(float(region.unit), _NEVER),
-        float(region.first or 0),  # causality cuts below the diagonal anyway
-        _NEVER if region.last is None else float(region.last),
-        _NEVER + 1 if region.keys is None else float(region.keys),
-        min(float(query.chunk), _NEVER),
+        float(min(query.chunk, _NEVER)),
         query.offset,
         query.stride,
         query.start,

@@ -1,10 +1,10 @@
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
-"""Flash-decoding under a law: two Triton kernels. `decode` says what they compute and for which problems.
+"""Flash-decoding under a law: one Triton kernel. `decode` says what it computes and for which problems.
 
 The queries of all heads that share a key head are the rows of one tile, so that every key and value is read once. For
 one query row a region of a law is an interval of positions. The tiles of all regions, one after the other, are dealt
-out evenly to the splits, which compute partial attentions that the second kernel merges. Which keys there are to deal
-out follows from the positions, on the device: the grid depends on the size of the cache alone.
+out evenly to the splits, which compute partial attentions; the last of a tile's splits to finish merges them. Which
+keys there are to deal out follows from the positions, on the device: the grid depends on the size of the cache alone.
 
 Memory bound: at head dimension 128 in bf16 a key and its value are 512 bytes.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from typing import Any, no_type_check
+from typing import no_type_check
 
 import torch
 import triton
@@ -21,11 +21,12 @@ import triton.language as tl
 from torch import Tensor
 
 from rpe3d.attention.contract import Inputs
+from rpe3d.attention.counters import zeros
 from rpe3d.attention.decode import Plan
-from rpe3d.rotation.guard import on
+from rpe3d.rotation.launch import Launcher
 
 LEAST_KEYS = 256  # of a split: with fewer, merging costs more than it saves
-ROW = tl.constexpr(16)  # numbers per region in the table
+ROW = tl.constexpr(12)  # numbers per region in the table
 NEVER = tl.constexpr(2**31 - 1)
 LOG2_E = math.log2(math.e)
 
@@ -46,35 +47,34 @@ def _first_token(mask, mask_s, keys, BLOCK: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _band(row, p, start, stop):
-    """The keys [low, high) that queries at p see in a region, of those in [start, stop): Region.contains, causally."""
-    unit = tl.load(row).to(tl.int32)  # positions fit into 32 bits, where division is several times cheaper
-    first = tl.load(row + 1).to(tl.int64)
-    last = tl.load(row + 2).to(tl.int64)
-    keys = tl.load(row + 3).to(tl.int64)
-    chunk = (p.to(tl.int32) // unit).to(tl.int64)
-    low = tl.maximum((chunk - last) * unit, start)
-    high = tl.minimum(tl.minimum((chunk - first + 1) * unit, p + 1), tl.minimum(keys, stop))
+def _band(BANDS: tl.constexpr, R: tl.constexpr, p, start, stop):
+    """The keys [low, high) that queries at p see in region R, of those in [start, stop): Region.contains, causally."""
+    UNIT: tl.constexpr = BANDS[R][0]
+    chunk = (p.to(tl.int32) // UNIT).to(tl.int64)  # positions fit into 32 bits, where division is much cheaper
+    low = tl.maximum((chunk - BANDS[R][2]) * UNIT, start)
+    high = tl.minimum(tl.minimum((chunk - BANDS[R][1] + 1) * UNIT, p + 1), tl.minimum(stop, BANDS[R][3]))
     return low, high
 
 
 @triton.jit
 @no_type_check
-def _tile_of(p, chunk, per_chunk, BLOCK_N: tl.constexpr):
+def _tile_of(p, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr):
     """The tile that holds position p; tiles count through the chunks, and none straddles two."""
     p = p.to(tl.int32)
-    j = p // chunk
-    return j * per_chunk + (p - j * chunk) // BLOCK_N
+    j = p // CHUNK
+    return j * ((CHUNK + BLOCK_N - 1) // BLOCK_N) + (p - j * CHUNK) // BLOCK_N
 
 
 @triton.jit
 @no_type_check
-def _tiles(row, lowest, highest, start, stop, chunk, per_chunk, BLOCK_N: tl.constexpr):
+def _tiles(
+    BANDS: tl.constexpr, R: tl.constexpr, lowest, highest, start, stop, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr
+):
     """A region's keys [low, high) for queries at lowest .. highest, its first tile, and how many there are."""
-    low, _ = _band(row, lowest, start, stop)
-    _, high = _band(row, highest, start, stop)
-    first_tile = _tile_of(low, chunk, per_chunk, BLOCK_N)
-    last_tile = _tile_of(tl.maximum(high - 1, 0), chunk, per_chunk, BLOCK_N)
+    low, _ = _band(BANDS, R, lowest, start, stop)
+    _, high = _band(BANDS, R, highest, start, stop)
+    first_tile = _tile_of(low, CHUNK, BLOCK_N)
+    last_tile = _tile_of(tl.maximum(high - 1, 0), CHUNK, BLOCK_N)
     return low, high, first_tile, tl.where(high > low, last_tile - first_tile + 1, 0)
 
 
@@ -82,12 +82,12 @@ def _tiles(row, lowest, highest, start, stop, chunk, per_chunk, BLOCK_N: tl.cons
 @no_type_check
 def _query_turn(row, p):
     """Turn.position(p) - p less the key's start, and the phase in turns: what does not depend on the key's chunk."""
-    chunk = tl.load(row + 4).to(tl.int32)
+    chunk = tl.load(row).to(tl.int32)
     j = (p.to(tl.int32) // chunk).to(tl.int64)
-    x = tl.minimum(tl.load(row + 5) * (p - j * chunk).to(tl.float64), tl.load(row + 8))
-    x += tl.load(row + 6) * j.to(tl.float64) + tl.load(row + 7) - p.to(tl.float64) - tl.load(row + 10)
-    phase = tl.load(row + 11) * tl.exp2((-tl.load(row + 12) * j.to(tl.float64)).to(tl.float32)).to(tl.float64)
-    return x, phase + tl.load(row + 15)
+    x = tl.minimum(tl.load(row + 1) * (p - j * chunk).to(tl.float64), tl.load(row + 4))
+    x += tl.load(row + 2) * j.to(tl.float64) + tl.load(row + 3) - p.to(tl.float64) - tl.load(row + 6)
+    phase = tl.load(row + 7) * tl.exp2((-tl.load(row + 8) * j.to(tl.float64)).to(tl.float32)).to(tl.float64)
+    return x, phase + tl.load(row + 11)
 
 
 @triton.jit
@@ -126,13 +126,56 @@ def _dot(a, b, acc, WIDEN: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _merged_sink(largest, total, sink):
-    """A row's maximum and sum (in base 2) with one more logit in them, and what the row's output shrinks by."""
-    sink *= 1.4426950408889634
-    larger = tl.maximum(largest, sink)
-    safe = tl.where(larger == float("-inf"), 0.0, larger)
-    kept = tl.exp2(largest - safe)
-    return larger, total * kept + tl.exp2(sink - safe), kept
+def _finish(out, lse, sinks, head, live, largest, total, acc, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Write the output and the log-sum-exp (natural) of rows, with the sinks in them."""
+    if sinks is not None:
+        sink = tl.load(sinks + head, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634
+        larger = tl.maximum(largest, sink)
+        safe = tl.where(larger == float("-inf"), 0.0, larger)
+        kept = tl.exp2(largest - safe)
+        total = total * kept + tl.exp2(sink - safe)
+        acc *= kept[:, None]
+        largest = larger
+    divisor = tl.where(total == 0.0, 1.0, total)
+    log = tl.where(total == 0.0, float("-inf"), largest + tl.log2(divisor))
+    d = tl.arange(0, WIDTH)[None, :]
+    tl.store(lse, log * 0.6931471805599453, mask=live)
+    tl.store(out[:, None] + d, (acc / divisor[:, None]).to(out.dtype.element_ty), mask=live[:, None] & (d < DIM))
+
+
+@triton.jit
+@no_type_check
+def _merge(
+    parts, logs, splits, written, out, lse, out_h, out_t, sinks, first_head, first_of_group, first_row,
+    QUERIES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows of the result from their splits, of which the first `written` have a share.
+
+    As many splits at a time as registers hold; what other programs wrote is read past the nearest cache.
+    """
+    STEP: tl.constexpr = max(1, min(16, 8192 // (ROWS * WIDTH)))
+    m = first_row + tl.arange(0, ROWS)
+    head, t, live = first_of_group + m // QUERIES, m % QUERIES, m < QUERIES * GROUP
+    at = (first_head + head) * QUERIES + t
+    d = tl.arange(0, WIDTH)[None, None, :]
+    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, WIDTH], tl.float32)
+    for first in range(0, written, STEP):
+        some = first + tl.arange(0, STEP)
+        place = at[:, None] * splits + some[None, :]
+        held = live[:, None] & (some < written)[None, :]
+        wrote = held[:, :, None] & (d < DIM)
+        part = tl.load(parts + place[:, :, None] * DIM + d, mask=wrote, other=0.0, cache_modifier=".cg")
+        log = tl.load(logs + place, mask=held, other=float("-inf"), cache_modifier=".cg")
+        larger = tl.maximum(largest, tl.max(log, 1))
+        safe = tl.where(larger == float("-inf"), 0.0, larger)
+        weight = tl.exp2(log - safe[:, None])
+        kept = tl.exp2(largest - safe)
+        total = total * kept + tl.sum(weight, 1)
+        acc = acc * kept[:, None] + tl.sum(part * weight[:, :, None], 1)
+        largest = larger
+    _finish(out + head.to(tl.int64) * out_h + t * out_t, lse + at, sinks, head, live, largest, total, acc, DIM, WIDTH)
 
 
 # What changes from step to step must not compile a new kernel in the middle of a text.
@@ -141,7 +184,7 @@ _UNALIGNED = ["query_positions", "key_positions", "query_mask", "key_mask", "sin
 
 
 @triton.jit(
-    do_not_specialize=[*_STEPS, "query_positions_t", "query_mask_t", "chunk", "per_chunk", "splits"],
+    do_not_specialize=[*_STEPS, "query_positions_t", "query_mask_t", "splits"],
     do_not_specialize_on_alignment=_UNALIGNED,
 )
 @no_type_check
@@ -151,6 +194,9 @@ def _decode_kernel(
     v,
     out,
     lse,
+    parts,
+    logs,
+    arrivals,
     sinks,
     table,
     query_positions,
@@ -160,8 +206,6 @@ def _decode_kernel(
     query_start,
     key_start,
     keys,
-    chunk,
-    per_chunk,
     splits,
     scale,
     softcap,
@@ -191,21 +235,25 @@ def _decode_kernel(
     WIDTH: tl.constexpr,
     PAIRS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    REGIONS: tl.constexpr,
+    BANDS: tl.constexpr,
     TURNING: tl.constexpr,
+    CHUNK: tl.constexpr,
     SPLIT: tl.constexpr,
     LEAST_TILES: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     """BLOCK_M rows (queries x heads of one group) against one split of the keys.
 
-    With SPLIT, out is the scratch [b, h, t, splits, d] and lse its [b, h, t, splits], in base 2; a split without keys
-    writes -inf there and nothing else. Without, they are the results.
+    With SPLIT, a split leaves its share in parts [b, h, t, splits, d] and logs [b, h, t, splits], in base 2 (one
+    without keys leaves -inf there and nothing else), counts itself in `arrivals`, one zero per tile of rows, and
+    merges if it is the last, which leaves the zero as it was.
     """
     split = tl.program_id(0)
     BLOCKS: tl.constexpr = (QUERIES * GROUP + BLOCK_M - 1) // BLOCK_M
+    PER_CHUNK: tl.constexpr = (CHUNK + BLOCK_N - 1) // BLOCK_N  # tiles
     group = tl.program_id(1) // BLOCKS
     b = tl.program_id(2).to(tl.int64)
     heads = tl.num_programs(1) // BLOCKS * GROUP
@@ -243,8 +291,8 @@ def _decode_kernel(
     v += b * v_b + group.to(tl.int64) * v_h
 
     tiles = 0
-    for r in tl.static_range(REGIONS):
-        _, _, _, count = _tiles(table + r * ROW, lowest, highest, start, stop, chunk, per_chunk, BLOCK_N)
+    for r in tl.static_range(len(BANDS)):
+        _, _, _, count = _tiles(BANDS, r, lowest, highest, start, stop, CHUNK, BLOCK_N)
         tiles += count
     share = tl.maximum(tl.cdiv(tiles, splits), LEAST_TILES)
     begin = split * share
@@ -257,29 +305,29 @@ def _decode_kernel(
     if TURNING:
         pair, partner, sign, pairs = _partner(DIM, WIDTH, PAIRS, INTERLEAVED)
         there = tl.load(q + partner, mask=live[:, None] & pairs, other=0.0)
-        theta = tl.load(table + REGIONS * ROW + pair, mask=pairs, other=0.0)
+        theta = tl.load(table + len(BANDS) * ROW + pair, mask=pairs, other=0.0)
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
 
     before = 0
-    for r in tl.static_range(REGIONS):
+    for r in tl.static_range(len(BANDS)):
         row = table + r * ROW
-        low, high, first_tile, count = _tiles(row, lowest, highest, start, stop, chunk, per_chunk, BLOCK_N)
-        row_low, row_high = _band(row, p, start, stop)
+        low, high, first_tile, count = _tiles(BANDS, r, lowest, highest, start, stop, CHUNK, BLOCK_N)
+        row_low, row_high = _band(BANDS, r, p, start, stop)
         turned = stock
         turned_for = -1
         if (TURNING >> r) & 1:
             x, phase = _query_turn(row, p)
-            slope, key_phase, key_rate = tl.load(row + 9), tl.load(row + 13), tl.load(row + 14)
+            slope, key_phase, key_rate = tl.load(row + 5), tl.load(row + 9), tl.load(row + 10)
         for tile in range(first_tile + tl.maximum(begin - before, 0), first_tile + tl.minimum(end - before, count)):
-            j = tile // per_chunk
-            within = (tile - j * per_chunk) * BLOCK_N
-            position = j.to(tl.int64) * chunk + within
+            j = tile // PER_CHUNK
+            within = (tile - j * PER_CHUNK) * BLOCK_N
+            position = j.to(tl.int64) * CHUNK + within
 
             # Rows of the tile, as columns from `position` on: those that exist, and those that a query sees.
             left = tl.maximum(low - position, 0).to(tl.int32)
-            right = tl.minimum(high - position, tl.minimum(chunk - within, BLOCK_N)).to(tl.int32)
+            right = tl.minimum(high - position, tl.minimum(CHUNK - within, BLOCK_N)).to(tl.int32)
             exist = (column >= left) & (column < right)
             index = position - offset
             if key_mask is not None:  # asked for before the keys, which take as long
@@ -313,76 +361,31 @@ def _decode_kernel(
             largest = larger
         before += count
 
-    if sinks is not None and not SPLIT:
-        sink = tl.load(sinks + head, mask=live, other=0.0).to(tl.float32)
-        largest, total, kept = _merged_sink(largest, total, sink)
-        acc *= kept[:, None]
-    divisor = tl.where(total == 0.0, 1.0, total)
-    acc = acc / divisor[:, None]
-    log = tl.where(total == 0.0, float("-inf"), largest + tl.log2(divisor))
     at = (b * heads + head) * QUERIES + t
     if SPLIT:
-        at = at * splits + split
-        tl.store(lse + at, log, mask=live)
+        divisor = tl.where(total == 0.0, 1.0, total)
+        log = tl.where(total == 0.0, float("-inf"), largest + tl.log2(divisor))
+        tl.store(logs + at * splits + split, log, mask=live)
         wrote = m < tl.where(begin < tiles, QUERIES * GROUP, 0)
-        tl.store(out + at[:, None] * DIM + d, acc, mask=wrote[:, None] & (d < DIM))
+        place = parts + (at * splits + split)[:, None] * DIM + d
+        tl.store(place, acc / divisor[:, None], mask=wrote[:, None] & (d < DIM))
+        tl.debug_barrier()  # all of this program's shares are on their way before it counts itself
+        arrivals += tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
+        if tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == splits - 1:
+            tl.store(arrivals, 0)
+            first_row = (tl.program_id(1) % BLOCKS) * BLOCK_M
+            _merge(
+                parts, logs, splits, tl.cdiv(tiles, share), out + b * out_b, lse, out_h, out_t, sinks,
+                b * heads, group * GROUP, first_row, QUERIES, GROUP, ROWS, DIM, WIDTH,
+            )  # fmt: skip
     else:
-        out += b * out_b + head[:, None].to(tl.int64) * out_h + t[:, None] * out_t
-        tl.store(lse + at, log * 0.6931471805599453, mask=live)
-        tl.store(out + d, acc.to(out.dtype.element_ty), mask=live[:, None] & (d < DIM))
+        out += b * out_b + head.to(tl.int64) * out_h + t * out_t
+        _finish(out, lse + at, sinks, head, live, largest, total, acc, DIM, WIDTH)
 
 
-@triton.jit(do_not_specialize=["splits"])
-@no_type_check
-def _merge_kernel(
-    parts,
-    logs,
-    out,
-    lse,
-    sinks,
-    splits,
-    out_b,
-    out_h,
-    out_t,
-    HEADS: tl.constexpr,
-    QUERIES: tl.constexpr,
-    DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    STEP: tl.constexpr,
-):
-    """One row of the result per program, from its splits."""
-    at = tl.program_id(0).to(tl.int64)
-    h, t = (at // QUERIES) % HEADS, at % QUERIES
-    parts += at * splits * DIM
-    logs += at * splits
-    every = tl.arange(0, BLOCK_S)
-    log = tl.load(logs + every, mask=every < splits, other=float("-inf"))
-    largest = tl.max(log, 0)
-    safe = tl.where(largest == float("-inf"), 0.0, largest)
-    total = tl.sum(tl.exp2(log - safe), 0)
-
-    d = tl.arange(0, WIDTH)[None, :]
-    acc = tl.zeros([WIDTH], tl.float32)
-    for first in range(0, splits, STEP):
-        some = first + tl.arange(0, STEP)
-        weight = tl.exp2(tl.load(logs + some, mask=some < splits, other=float("-inf")) - safe)
-        wrote = (weight > 0.0)[:, None] & (d < DIM)
-        part = tl.load(parts + some[:, None] * DIM + d, mask=wrote, other=0.0)
-        acc += tl.sum(part * weight[:, None], 0)
-    if sinks is not None:
-        largest, total, kept = _merged_sink(largest, total, tl.load(sinks + h).to(tl.float32))
-        acc *= kept
-    divisor = tl.where(total == 0.0, 1.0, total)
-    acc = acc / divisor
-    merged = tl.where(total == 0.0, float("-inf"), largest + tl.log2(divisor))
-    tl.store(lse + at, merged * 0.6931471805599453)
-    out += at // (HEADS * QUERIES) * out_b + h * out_h + t * out_t
-    tl.store(out + d, acc[None, :].to(out.dtype.element_ty), mask=d < DIM)
-
-
-INTERPRETED = not isinstance(_decode_kernel, triton.JITFunction)
-"""The kernels run in Triton's interpreter, and so take CPU tensors."""
+_decode = Launcher(_decode_kernel)
+INTERPRETED = _decode.interpreted
+"""The kernel runs in Triton's interpreter, and so takes CPU tensors."""
 
 
 def _cdiv(n: int, step: int) -> int:
@@ -429,39 +432,39 @@ def tile(rows: int, width: int, itemsize: int, chunk: int | None) -> dict[str, i
 def launch(x: Inputs, plan: Plan, table: Tensor, *, splits: int | None = None, **options: int) -> tuple[Tensor, Tensor]:
     """Run the problem; `split` and `tile` choose what is not given."""
     (b, h, t, d), (g, s) = x.q.shape, x.k.shape[1:3]
-    width = _power(d)
-    options = tile(h // g * t, width, x.q.element_size(), plan.chunk) | options
+    width, rows, device = _power(d), h // g * t, x.q.device
+    options = tile(rows, width, x.q.element_size(), plan.chunk) | options
     block_m, block_n = options.pop("block_m"), options.pop("block_n")
     least_tiles = options.pop("least_tiles", max(1, LEAST_KEYS // block_n))
-    blocks = _cdiv(h // g * t, block_m)
-    splits = splits or split(b * g * blocks, s, _processors(x.q.device))
+    blocks = _cdiv(rows, block_m)
+    splits = splits or split(b * g * blocks, s, _processors(device))
 
     out = torch.empty_like(x.q)
-    lse = torch.empty(b, h, t, dtype=torch.float32, device=x.q.device)
-    parts, logs = out, lse
+    lse = torch.empty(b, h, t, dtype=torch.float32, device=device)
+    parts = logs = arrivals = None
     if splits > 1:
-        rows = b * h * t * splits
-        scratch = torch.empty(rows * (d + 1), dtype=torch.float32, device=x.q.device)
-        parts, logs = scratch[: rows * d], scratch[rows * d :]
-    chunk = block_n if plan.chunk is None else plan.chunk  # without chunks, tiles are as good
+        shares = b * h * t * splits
+        parts = torch.empty(shares * (d + 1), dtype=torch.float32, device=device)
+        logs, arrivals = parts[shares * d :], zeros(b * g * blocks, device)
     tensors, strides = _optional(x)
-    sinks = None if x.sinks is None else x.sinks.contiguous()
-    common: dict[str, Any] = {"QUERIES": t, "DIM": d, "WIDTH": width}
-    with on(x.q.device):
-        _decode_kernel[(splits, g * blocks, b)](
+    _decode(
+        device,
+        (splits, g * blocks, b),
+        (
             x.q,
             x.k,
             x.v,
+            out,
+            lse,
             parts,
             logs,
-            sinks,
+            arrivals,
+            None if x.sinks is None else x.sinks.contiguous(),
             table,
             *tensors,
             x.queries.start if isinstance(x.queries, range) else 0,
             x.keys.start if isinstance(x.keys, range) else 0,
             s,
-            chunk,
-            _cdiv(chunk, block_n),
             splits,
             x.scale / x.softcap if x.softcap else x.scale * LOG2_E,
             x.softcap * LOG2_E if x.softcap else None,
@@ -470,34 +473,26 @@ def launch(x: Inputs, plan: Plan, table: Tensor, *, splits: int | None = None, *
             *x.v.stride()[:3],
             *out.stride()[:3],
             *strides,
-            GROUP=h // g,
-            PAIRS=x.law.rotary.pairs,
-            INTERLEAVED=x.law.rotary.interleaved,
-            REGIONS=len(plan.turning),
-            TURNING=sum(turns << r for r, turns in enumerate(plan.turning)),
-            SPLIT=splits > 1,
-            LEAST_TILES=least_tiles,
-            BLOCK_M=block_m,
-            BLOCK_N=block_n,
-            WIDEN=INTERPRETED,
-            **common,
-            **options,
-        )
-        if splits > 1:
-            _merge_kernel[(b * h * t,)](
-                parts,
-                logs,
-                out,
-                lse,
-                sinks,
-                splits,
-                *out.stride()[:3],
-                HEADS=h,
-                BLOCK_S=max(64, _power(splits)),  # one kernel while a text grows
-                STEP=32,
-                **common,
-                num_warps=4,
-            )
+        ),
+        {
+            "QUERIES": t,
+            "GROUP": h // g,
+            "DIM": d,
+            "WIDTH": width,
+            "PAIRS": x.law.rotary.pairs,
+            "INTERLEAVED": x.law.rotary.interleaved,
+            "BANDS": plan.bands,
+            "TURNING": sum(turns << r for r, turns in enumerate(plan.turning)),
+            "CHUNK": block_n if plan.chunk is None else plan.chunk,  # without chunks, tiles are as good
+            "SPLIT": splits > 1,
+            "LEAST_TILES": least_tiles,
+            "ROWS": min(block_m, _power(rows)),
+            "BLOCK_M": block_m,
+            "BLOCK_N": block_n,
+            "WIDEN": INTERPRETED,
+        },
+        options,
+    )
     return out, lse
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rpe3d.attention.merge import Part
 from rpe3d.config import ConfigError
-from rpe3d.rotation.guard import on
+from rpe3d.rotation.launch import Launcher
 
 
 @triton.jit
@@ -52,10 +52,10 @@ def _merge_kernel(
     lse_b,
     lse_h,
     lse_t,
+    SINKS: tl.constexpr,
     PARTS: tl.constexpr,
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
-    SINKS: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
@@ -141,7 +141,10 @@ def _add_kernel(
     tl.store(out + rows[:, None] + j, result.to(out.dtype.element_ty), mask=live[:, None] & (j < DIM))
 
 
-INTERPRETED = not isinstance(_merge_kernel, triton.JITFunction)
+_merge, _add = Launcher(_merge_kernel), Launcher(_add_kernel)
+_WARPS = 4
+_OPTIONS = {"num_warps": _WARPS}
+INTERPRETED = _merge.interpreted
 """The kernel runs in Triton's interpreter, and so takes CPU tensors."""
 
 
@@ -150,9 +153,11 @@ def merge(parts: Sequence[Part], out: Tensor, lse: Tensor, sinks: Tensor | None)
     if not out.is_cuda and not INTERPRETED:
         raise ConfigError(f'impl is "triton" but out is on {out.device}', 'move it to a GPU, or pass impl="auto"')
     places = [_place(part, out.shape[2]) for part in parts]
-    grid, options = _launch(out, places)
-    with on(out.device):
-        _merge_kernel[grid](
+    grid, constants = _launch(out, places)
+    _merge(
+        out.device,
+        grid,
+        (
             tuple(part.out for part in parts),
             tuple(part.lse for part in parts),
             tuple(part.out.stride()[:3] for part in parts),
@@ -164,38 +169,43 @@ def merge(parts: Sequence[Part], out: Tensor, lse: Tensor, sinks: Tensor | None)
             *out.shape[1:3],
             *out.stride()[:3],
             *lse.stride(),
-            SINKS=sinks is not None,
-            **options,
-        )
+        ),
+        {"SINKS": sinks is not None, **constants},
+        _OPTIONS,
+    )
 
 
 def add_up(parts: Sequence[Part], out: Tensor) -> None:
     """Launch."""
     places = [_place(part, out.shape[2]) for part in parts]
-    grid, options = _launch(out, places)
-    with on(out.device):
-        _add_kernel[grid](
+    grid, constants = _launch(out, places)
+    _add(
+        out.device,
+        grid,
+        (
             tuple(part.out for part in parts),
             tuple(part.out.stride()[:3] for part in parts),
             tuple(places),
             out,
             *out.shape[1:3],
             *out.stride()[:3],
-            **options,
-        )
+        ),
+        constants,
+        _OPTIONS,
+    )
 
 
 Place = tuple[int, int, int, int]
 
 
-def _launch(out: Tensor, places: list[Place]) -> tuple[tuple[int], dict[str, Any]]:
+def _launch(out: Tensor, places: list[Place]) -> tuple[tuple[int, int, int], dict[str, Any]]:
     """Grid and blocks: a thread holds two vectors of 16 bytes of each part."""
     b, heads, tokens, dim = out.shape
-    width, num_warps = 1 << (dim - 1).bit_length(), 4
-    block_t = max(1, min(2 * 16 * 32 * num_warps // (width * out.element_size()), 1 << (tokens - 1).bit_length()))
+    width = 1 << (dim - 1).bit_length()
+    block_t = max(1, min(2 * 16 * 32 * _WARPS // (width * out.element_size()), 1 << (tokens - 1).bit_length()))
     aligned = all(place[0] % block_t == place[1] % block_t == place[2] % block_t == 0 for place in places)
-    options = {"PARTS": len(places), "DIM": dim, "WIDTH": width, "ALIGNED": aligned, "BLOCK_T": block_t}
-    return (b * heads * -(-tokens // block_t),), options | {"num_warps": num_warps}
+    constants = {"PARTS": len(places), "DIM": dim, "WIDTH": width, "ALIGNED": aligned, "BLOCK_T": block_t}
+    return (b * heads * -(-tokens // block_t), 1, 1), constants
 
 
 def _place(part: Part, tokens: int) -> Place:

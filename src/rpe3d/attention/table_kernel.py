@@ -14,7 +14,7 @@ from jaxtyping import Float32, Float64
 from torch import Tensor
 
 from rpe3d.geometry import Turn
-from rpe3d.rotation.guard import on
+from rpe3d.rotation.launch import Launcher
 
 
 @triton.jit(do_not_specialize=["first", "tokens", "chunk"])
@@ -57,6 +57,9 @@ def _table_kernel(
     tl.store(sin + row, tl.sin(reduced), mask=inside)
 
 
+_table = Launcher(_table_kernel)
+
+
 @lru_cache(maxsize=256)
 def _numbers(turn: Turn, device: torch.device) -> Float64[Tensor, "7"]:
     """The turn as the kernel reads it. The key is the whole value, so nothing can go stale."""
@@ -73,19 +76,17 @@ def table(
     cos = torch.empty(tokens, pairs, dtype=torch.float32, device=frequencies.device)
     sin = torch.empty_like(cos)
     block_t = 16
-    with on(frequencies.device):
-        _table_kernel[(-(-tokens // block_t),)](
-            cos,
-            sin,
-            frequencies,
-            _numbers(turn, frequencies.device),
-            positions.start,
-            tokens,
-            turn.chunk,
-            PAIRS=pairs,
-            WIDTH=1 << (pairs - 1).bit_length(),
-            CEILING=math.isfinite(turn.ceiling),
-            PHASE=turn.phase is not None,
-            BLOCK_T=block_t,
-        )
+    _table(
+        frequencies.device,
+        (-(-tokens // block_t), 1, 1),
+        (cos, sin, frequencies, _numbers(turn, frequencies.device), positions.start, tokens, turn.chunk),
+        {
+            "PAIRS": pairs,
+            "WIDTH": 1 << (pairs - 1).bit_length(),
+            "CEILING": math.isfinite(turn.ceiling),
+            "PHASE": turn.phase is not None,
+            "BLOCK_T": block_t,
+        },
+        {},
+    )
     return cos, sin

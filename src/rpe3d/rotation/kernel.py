@@ -17,7 +17,7 @@ import triton.language as tl
 from jaxtyping import Float, Float32
 from torch import Tensor
 
-from rpe3d.rotation.guard import on
+from rpe3d.rotation.launch import Launcher
 
 
 @triton.jit
@@ -116,7 +116,8 @@ def _rotate_kernel(
         _turn(x, y, k_h, k_out_h, h, k_heads, t, tokens, c, s, DIM, PAIRS, WIDTH, INTERLEAVED, BLOCK_H)
 
 
-INTERPRETED = not isinstance(_rotate_kernel, triton.JITFunction)
+_rotate = Launcher(_rotate_kernel)
+INTERPRETED = _rotate.interpreted
 """The kernel runs in Triton's interpreter, and so takes CPU tensors."""
 
 
@@ -159,14 +160,20 @@ def launch(
     programs = b * -(-tokens // block_t) * groups
     if programs == 0:
         return outs
-    with on(q.device):
-        _rotate_kernel[(programs,)](
+    _rotate(
+        q.device,
+        (programs, 1, 1),
+        (
             q, k, q_out, k_out, cos, sin, tokens, q_heads, k_heads,
             *q.stride()[:3], *k.stride()[:3], *q_out.stride()[:3], *k_out.stride()[:3],
             cos.stride(0) if cos.dim() == 3 and cos.shape[0] > 1 else 0, cos.stride(-2),
-            DIM=dim, PAIRS=pairs, WIDTH=1 << (pairs - 1).bit_length(), INTERLEAVED=interleaved,
-            CONJUGATE=conjugate, BLOCK_T=block_t, BLOCK_H=block_h, num_warps=num_warps,
-        )  # fmt: skip
+        ),
+        {
+            "DIM": dim, "PAIRS": pairs, "WIDTH": 1 << (pairs - 1).bit_length(), "INTERLEAVED": interleaved,
+            "CONJUGATE": conjugate, "BLOCK_T": block_t, "BLOCK_H": block_h,
+        },
+        {"num_warps": num_warps},
+    )  # fmt: skip
     return outs
 
 

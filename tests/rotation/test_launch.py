@@ -1,0 +1,73 @@
+"""Launches that skip Triton's examination of arguments may never meet a kernel compiled for other arguments."""
+
+import itertools
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from rpe3d.rotation.launch import Launcher, _kind
+
+CPU = torch.device("cpu")
+ROW = torch.zeros(64)
+
+
+class Kernel:
+    """Stands in for a compiled kernel: counts what is compiled, and what is launched from it."""
+
+    def __init__(self):
+        self.compiled, self.launched = 0, []
+
+    def __getitem__(self, grid):
+        def compile_and_run(*args, **kwargs):
+            self.compiled += 1
+            return Compiled(self)
+
+        return compile_and_run
+
+
+class Compiled:
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        return lambda *args: self.kernel.launched.append((grid, args))
+
+
+@pytest.fixture
+def kernel():
+    return Kernel()
+
+
+@pytest.fixture
+def launcher(kernel):
+    made = Launcher(kernel)
+    made.interpreted = False
+    return made
+
+
+def test_a_launch_like_an_earlier_one_goes_to_what_was_compiled(kernel, launcher):
+    for n in (48, 80):
+        launcher(CPU, (n, 1, 1), (ROW, n, None), {"A": 1, "B": 2}, {"num_warps": 4})
+    assert kernel.compiled == 1
+    assert kernel.launched == [((80, 1, 1), (ROW, 80, None, 1, 2))]
+
+
+KINDS = [1, 16, 17, 2**31, 2**31 + 1, None, 2.0, ROW, ROW[1:], ROW.half(), (1, 16), (1, 17), (ROW,), (ROW[1:],)]
+
+
+@pytest.mark.parametrize(("a", "b"), list(itertools.combinations(range(len(KINDS)), 2)))
+def test_what_triton_compiles_for_is_told_apart(kernel, launcher, a, b):
+    for argument in (KINDS[a], KINDS[b]):
+        launcher(CPU, (1, 1, 1), (argument,), {}, {})
+    assert kernel.compiled == 2
+
+
+def test_constants_and_options_are_told_apart(kernel, launcher):
+    for constant, option in itertools.product((1, 2), (4, 8)):
+        launcher(CPU, (1, 1, 1), (ROW,), {"A": constant}, {"num_warps": option})
+    assert kernel.compiled == 4
+
+
+def test_parameters_count_as_tensors():
+    assert _kind(torch.nn.Parameter(ROW.clone())) == _kind(ROW)
