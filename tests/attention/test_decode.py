@@ -113,7 +113,8 @@ def run(x, splits=None):
     from rpe3d.attention import decode_kernel
 
     least = {} if splits == 1 else {"least_tiles": 1}
-    return decode_kernel.launch(x, decode.plan(x.law), decode.table(x.law, x.q.device), splits=splits, **least)
+    step = decode_kernel.Step(x, decode.plan(x.law), decode.table(x.law, x.q.device), splits=splits, **least)
+    return step(x.q, x.k, x.v, x.sinks)
 
 
 @pytest.mark.parametrize("splits", [1, 3])
@@ -301,7 +302,7 @@ def test_a_step_allocates_and_launches_and_does_nothing_else(device, monkeypatch
     masks = {"key_mask": torch.ones(2, 700, dtype=torch.bool), "query_mask": torch.ones(2, 1, dtype=torch.bool)}
     x = problem(law_for("3d-rpe"), device, b=2, s=700, sinks=torch.randn(6), **tensors, **masks)
     decode.table(x.law, x.q.device)  # as the first step does
-    monkeypatch.setattr(decode_kernel, "_decode", lambda *launch: launched.append(launch))
+    monkeypatch.setattr(decode_kernel._decode, "bind", lambda *launch: lambda *first: launched.append(first))
     monkeypatch.setattr(decode_kernel, "zeros", lambda n, device: counters)
     monkeypatch.setattr(decode_kernel, "_processors", lambda device: 132)
     launched, seen, counters = [], set(), torch.zeros(4, dtype=torch.int32)

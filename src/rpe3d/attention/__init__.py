@@ -9,17 +9,20 @@ few queries against a long cache.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from rpe3d.attention import compiled, reference
+from rpe3d.attention import compiled, decode, reference
 from rpe3d.attention.contract import Inputs, Positions, check
 from rpe3d.attention.dispatch import IMPLS, explain, run
 from rpe3d.geometry import Law
 
-__all__ = ["IMPLS", "Inputs", "attention", "explain", "reference"]
+if TYPE_CHECKING:
+    from rpe3d.attention.decode_kernel import Step
+
+__all__ = ["IMPLS", "Inputs", "attention", "decode_step", "explain", "reference"]
 
 
 def attention(
@@ -80,6 +83,15 @@ def attention(
     )
     out, lse = run(x, impl, backend)
     return out, lse
+
+
+def decode_step(q: Tensor, k: Tensor, v: Tensor, law: Law, **given: Any) -> Step | None:
+    """`attention` of a decoding step as a function of q, k, v and sinks, for all layers whose vectors look like these.
+
+    Everything but the vectors is checked and chosen once. None where "auto" takes no kernel. No gradient flows.
+    """
+    x = check(q, k, v, law, **given)
+    return decode.step(x) if explain(x)[0] == "decode" else None
 
 
 def _any_requires_grad(*tensors: Tensor | None) -> bool:

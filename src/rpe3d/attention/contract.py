@@ -13,7 +13,20 @@ from torch import Tensor
 from rpe3d.config import ConfigError, flag, real
 from rpe3d.geometry import Law, Turn
 
-Positions = Tensor | range | None
+Run = tuple[slice, range]
+"""Where the tokens of a sequence lie, and the range of their positions."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Positions whose runs of tokens are known on the host: made once, they spare every layer a wait for the device."""
+
+    positions: Int[Tensor, "b n"]
+    runs: tuple[Run | None, ...]
+    """One per sequence, padding aside; None: its tokens are not consecutive."""
+
+
+Positions = Tensor | range | Placed | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +48,8 @@ class Inputs:
     softcap: float | None
     sinks: Float[Tensor, " h"] | None
     turned: bool
+    query_runs: tuple[Run | None, ...] | None = None
+    key_runs: tuple[Run | None, ...] | None = None
 
     @property
     def frequencies(self) -> Float64[Tensor, " l"]:
@@ -135,11 +150,28 @@ def check(
         softcap=None if softcap is None else real("softcap", softcap, above=True),
         sinks=sinks,
         turned=flag("turned", turned),
+        query_runs=query_positions.runs if isinstance(query_positions, Placed) else None,
+        key_runs=key_positions.runs if isinstance(key_positions, Placed) else None,
     )
 
 
-def _positions(name: str, given: Tensor | range, b: int, n: int) -> range | Tensor:
+def placed(positions: Int[Tensor, "b n"], mask: Bool[Tensor, "b n"] | None) -> Placed:
+    """Positions with their runs, which are read from the device."""
+    there = positions.cpu()
+    slots = torch.arange(there.shape[1])
+    tokens = torch.ones_like(there, dtype=torch.bool) if mask is None else mask.cpu()
+    first, count = tokens.int().argmax(1, keepdim=True), tokens.sum(1, keepdim=True)
+    start = there.gather(1, first)
+    gapless = tokens == ((slots >= first) & (slots < first + count))
+    rising = (there - start == slots - first) | ~tokens
+    rows = zip(*(x[:, 0].tolist() for x in (first, count, start)), (gapless & rising).all(1).tolist(), strict=True)
+    return Placed(positions, tuple((slice(f, f + c), range(p, p + c)) if even else None for f, c, p, even in rows))
+
+
+def _positions(name: str, given: Tensor | range | Placed, b: int, n: int) -> range | Tensor:
     """A range of n, or int64 [b, n]."""
+    if isinstance(given, Placed):
+        given = given.positions
     if isinstance(given, range):
         if len(given) != n or given.step != 1 or given.start < 0:
             raise ConfigError(f"{name} is {given} for {n} tokens", f"give range(start, start + {n})")

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float, Float64
@@ -18,6 +19,9 @@ from torch import Tensor
 
 from rpe3d.attention.contract import Inputs
 from rpe3d.geometry import Law, Phase, Region, Turn
+
+if TYPE_CHECKING:
+    from rpe3d.attention.decode_kernel import Step
 
 MOST_QUERIES = 16
 LEAST_CHUNK = 16  # a tile ends where its chunk ends, and tensor cores want tiles of 16
@@ -54,9 +58,14 @@ def attend(x: Inputs) -> tuple[Float[Tensor, "b h t d"], Float[Tensor, "b h t"]]
     Nothing waits for the device and nothing is read from it, so that a step can be captured in a CUDA graph: how much
     of a preallocated cache is in use, the kernel finds out itself. Capture after one call, which makes the law's table.
     """
+    return step(x)(x.q, x.k, x.v, x.sinks)
+
+
+def step(x: Inputs) -> Step:
+    """The problem without its vectors, for those of other layers."""
     from rpe3d.attention import decode_kernel
 
-    return decode_kernel.launch(x, plan(x.law), table(x.law, x.q.device))
+    return decode_kernel.Step(x, plan(x.law), table(x.law, x.q.device))
 
 
 @dataclass(frozen=True, kw_only=True)

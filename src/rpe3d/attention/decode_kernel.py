@@ -429,71 +429,74 @@ def tile(rows: int, width: int, itemsize: int, chunk: int | None) -> dict[str, i
     }
 
 
-def launch(x: Inputs, plan: Plan, table: Tensor, *, splits: int | None = None, **options: int) -> tuple[Tensor, Tensor]:
-    """Run the problem; `split` and `tile` choose what is not given."""
-    (b, h, t, d), (g, s) = x.q.shape, x.k.shape[1:3]
-    width, rows, device = _power(d), h // g * t, x.q.device
-    options = tile(rows, width, x.q.element_size(), plan.chunk) | options
-    block_m, block_n = options.pop("block_m"), options.pop("block_n")
-    least_tiles = options.pop("least_tiles", max(1, LEAST_KEYS // block_n))
-    blocks = _cdiv(rows, block_m)
-    splits = splits or split(b * g * blocks, s, _processors(device))
+class Step:
+    """A decoding step: all that is the same for every layer of a model, settled once.
 
-    out = torch.empty_like(x.q)
-    lse = torch.empty(b, h, t, dtype=torch.float32, device=device)
-    parts = logs = arrivals = None
-    if splits > 1:
-        shares = b * h * t * splits
-        parts = torch.empty(shares * (d + 1), dtype=torch.float32, device=device)
-        logs, arrivals = parts[shares * d :], zeros(b * g * blocks, device)
-    tensors, strides = _optional(x)
-    _decode(
-        device,
-        (splits, g * blocks, b),
-        (
-            x.q,
-            x.k,
-            x.v,
-            out,
-            lse,
-            parts,
-            logs,
-            arrivals,
-            None if x.sinks is None else x.sinks.contiguous(),
-            table,
-            *tensors,
-            x.queries.start if isinstance(x.queries, range) else 0,
-            x.keys.start if isinstance(x.keys, range) else 0,
-            s,
-            splits,
-            x.scale / x.softcap if x.softcap else x.scale * LOG2_E,
-            x.softcap * LOG2_E if x.softcap else None,
-            *x.q.stride()[:3],
-            *x.k.stride()[:3],
-            *x.v.stride()[:3],
-            *out.stride()[:3],
-            *strides,
-        ),
-        {
-            "QUERIES": t,
-            "GROUP": h // g,
-            "DIM": d,
-            "WIDTH": width,
-            "PAIRS": x.law.rotary.pairs,
-            "INTERLEAVED": x.law.rotary.interleaved,
-            "BANDS": plan.bands,
-            "TURNING": sum(turns << r for r, turns in enumerate(plan.turning)),
-            "CHUNK": block_n if plan.chunk is None else plan.chunk,  # without chunks, tiles are as good
-            "SPLIT": splits > 1,
-            "LEAST_TILES": least_tiles,
-            "ROWS": min(block_m, _power(rows)),
-            "BLOCK_M": block_m,
-            "BLOCK_N": block_n,
-            "WIDEN": INTERPRETED,
-        },
-        options,
-    )
-    return out, lse
+    Made from the vectors of one layer, it takes those of any that have the same shapes, strides and types; `split` and
+    `tile` choose what is not given.
+    """
+
+    def __init__(self, x: Inputs, plan: Plan, table: Tensor, *, splits: int | None = None, **options: int) -> None:
+        (b, h, t, d), (g, s) = x.q.shape, x.k.shape[1:3]
+        width, rows, self.device = _power(d), h // g * t, x.q.device
+        options = tile(rows, width, x.q.element_size(), plan.chunk) | options
+        block_m, block_n = options.pop("block_m"), options.pop("block_n")
+        least_tiles = options.pop("least_tiles", max(1, LEAST_KEYS // block_n))
+        blocks = _cdiv(rows, block_m)
+        splits = splits or split(b * g * blocks, s, _processors(self.device))
+        self.shape = (b, h, t)
+        self.shares = b * h * t * splits if splits > 1 else 0
+        self.counters = b * g * blocks
+        tensors, strides = _optional(x)
+        self.launch = _decode.bind(
+            self.device,
+            (splits, g * blocks, b),
+            (
+                table,
+                *tensors,
+                x.queries.start if isinstance(x.queries, range) else 0,
+                x.keys.start if isinstance(x.keys, range) else 0,
+                s,
+                splits,
+                x.scale / x.softcap if x.softcap else x.scale * LOG2_E,
+                x.softcap * LOG2_E if x.softcap else None,
+                *x.q.stride()[:3],
+                *x.k.stride()[:3],
+                *x.v.stride()[:3],
+                *torch.empty_like(x.q).stride()[:3],
+                *strides,
+            ),
+            {
+                "QUERIES": t,
+                "GROUP": h // g,
+                "DIM": d,
+                "WIDTH": width,
+                "PAIRS": x.law.rotary.pairs,
+                "INTERLEAVED": x.law.rotary.interleaved,
+                "BANDS": plan.bands,
+                "TURNING": sum(turns << r for r, turns in enumerate(plan.turning)),
+                "CHUNK": block_n if plan.chunk is None else plan.chunk,  # without chunks, tiles are as good
+                "SPLIT": splits > 1,
+                "LEAST_TILES": least_tiles,
+                "ROWS": min(block_m, _power(rows)),
+                "BLOCK_M": block_m,
+                "BLOCK_N": block_n,
+                "WIDEN": INTERPRETED,
+            },
+            options,
+        )
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The output and the log-sum-exp."""
+        out = torch.empty_like(q)
+        lse = torch.empty(self.shape, dtype=torch.float32, device=self.device)
+        parts = logs = arrivals = None
+        if self.shares:
+            d = q.shape[3]
+            parts = torch.empty(self.shares * (d + 1), dtype=torch.float32, device=self.device)
+            logs, arrivals = parts[self.shares * d :], zeros(self.counters, self.device)
+        self.launch(q, k, v, out, lse, parts, logs, arrivals, None if sinks is None else sinks.contiguous())
+        return out, lse
 
 
 def _optional(x: Inputs) -> tuple[list[Tensor | None], list[int]]:

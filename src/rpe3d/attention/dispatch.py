@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rpe3d.attention import decode, reference
 from rpe3d.attention.blocked import Blocked, Task
-from rpe3d.attention.contract import Inputs
+from rpe3d.attention.contract import Inputs, placed
 from rpe3d.attention.library import backend_for
 from rpe3d.config import ConfigError, choice
 from rpe3d.geometry.plan import STOCK
@@ -27,7 +27,7 @@ def run(x: Inputs, impl: str = "auto", backend: str | None = None) -> tuple[Tens
     if chosen == "reference":
         return reference.attend(x)
     if chosen == "decode":
-        if refusal := decode.supports(x):
+        if impl == "decode" and (refusal := decode.supports(x)):
             raise ConfigError(f"the decode kernel cannot run this: {refusal}", 'use impl="auto"')
         return decode.attend(x)
     return _blocked(x, backend)
@@ -78,7 +78,7 @@ def _blocked(x: Inputs, backend: str | None) -> tuple[Tensor, Tensor]:
             frequencies=theta,
             scale=x.scale,
             backend=library,
-            rows=_rows(len(span.keys)),
+            rows=_rows(x.q, len(span.keys)),
         )
         if not task.blocks:
             return _tiled(x)
@@ -91,9 +91,15 @@ def _blocked(x: Inputs, backend: str | None) -> tuple[Tensor, Tensor]:
     return _gathered(x, results)
 
 
-def _rows(keys: int) -> int:
-    """Queries in a block: few blocks where the host must keep up with the device, small parts where memory counts."""
-    return 4096 if keys <= 65536 else 2048
+def _rows(q: Tensor, keys: int) -> int:
+    """Queries in a block. On a GPU a part of it has 64 MiB in bf16; 16 MiB where the text is long, and memory counts.
+
+    A small model thus has one block, and the host, which needs 60 µs and more for a call, keeps up with the device.
+    """
+    if q.device.type == "cpu":
+        return 4096
+    elements = 2**25 if keys <= 65536 else 2**23
+    return max(1024, elements // (q.shape[1] * q.shape[3]))
 
 
 def _gathered(x: Inputs, results: list[tuple[slice, Span, Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -120,35 +126,23 @@ def _spans(x: Inputs) -> Iterator[Span | None]:
             return
         yield Span(everything, everything, everything, x.queries, x.keys)
         return
-    query, key = (p.tolist() for p in x.positions())
-    reference.check_order("query_positions", x.positions()[0], x.query_mask)
-    reference.check_order("key_positions", x.positions()[1], x.key_mask)
-    query_mask = x.query_mask.tolist() if x.query_mask is not None else None
-    key_mask = x.key_mask.tolist() if x.key_mask is not None else None
-    for b in range(x.q.shape[0]):
-        q = _consecutive(query[b], query_mask[b] if query_mask else None)
-        k = _consecutive(key[b], key_mask[b] if key_mask else None)
-        if q is None or k is None:
-            yield None
-            return
+    query, key = x.positions()
+    queries = x.query_runs or placed(query, x.query_mask).runs
+    keys = x.key_runs or placed(key, x.key_mask).runs
+    if None in queries or None in keys:
+        reference.check_order("query_positions", query, x.query_mask)
+        reference.check_order("key_positions", key, x.key_mask)
+        yield None
+        return
+    for b, (q, k) in enumerate(zip(queries, keys, strict=True)):
+        assert q is not None
+        assert k is not None
         if not len(q[1]):
             continue
         if q[1].stop > k[1].stop or q[1].start < k[1].start:
             yield None
             return
         yield Span(slice(b, b + 1), q[0], k[0], q[1], k[1])
-
-
-def _consecutive(positions: list[int], mask: list[bool] | None) -> tuple[slice, range] | None:
-    """Where the tokens lie and the range of their positions, if both are without gaps."""
-    where = [i for i in range(len(positions)) if mask is None or mask[i]]
-    if not where:
-        return slice(0, 0), range(0)
-    first, last = where[0], where[-1]
-    start = positions[first]
-    if last - first + 1 != len(where) or any(positions[i] != start + i - first for i in where):
-        return None
-    return slice(first, last + 1), range(start, start + len(where))
 
 
 def _stock(x: Inputs) -> Inputs:

@@ -13,7 +13,7 @@ from torch import Tensor
 from rpe3d.config import ConfigError, choice
 
 IMPLS = ("auto", "torch", "triton")
-MOST = 6
+MOST = 12
 _HAS_TRITON = find_spec("triton") is not None
 
 
@@ -40,8 +40,8 @@ def merge(
 ) -> None:
     """out = Σ_i o_i exp(lse_i - lse), lse = log Σ_i exp(lse_i), written into the tensors given.
 
-    One to six parts, any strides with a contiguous last dimension. A row that a part does not hold, or where lse_i is
-    -inf, was not seen by it, and o_i is not looked at, whatever it holds; seen by none, a row is zeros and -inf.
+    One to twelve parts, any strides with a contiguous last dimension. A row that a part does not hold, or where lse_i
+    is -inf, was not seen by it, and o_i is not looked at, whatever it holds; seen by none, a row is zeros and -inf.
     `sinks` is one logit per head that joins the denominator alone. `out` and `lse` may be those of one of the parts
     (the very same memory: every element is read before it is written), and may not overlap them otherwise. No
     gradient flows. impl: "torch" is plain operations, "triton" one pass over memory in float32, "auto" the kernel on

@@ -6,7 +6,8 @@ what repeats from chunk to chunk is one batched call over overlapping views:
     near     own chunk            causal      c x c,    once per chunk of the block
              chunks before it     full        c x A c,  once per chunk
     far      what all rows share  full        the block x everything up to A + 1 chunks before its first row
-             what later rows add  full        a staircase, cut into squares of c, 2c, 4c ... (log2 of them)
+             what later rows add  full        a staircase, cut into squares of c, 2c, 4c ... (log2 of them,
+                                              and as many that the block's end cuts)
 
 Distance laws (unit 1) have diagonal edges instead of stairs: causal squares, and for a window's far edge the reverse
 triangle, which is a causal one with both sides read backwards.
@@ -131,9 +132,7 @@ def _chunk_blocks(regions: tuple[Region, ...], chunk: int, queries: range, keys:
     piece = math.ceil(chunk / math.ceil(chunk / (2 * rows)))
     while start < queries.stop:
         whole = (queries.stop - start) // chunk if start % chunk == 0 else 0
-        count = 1
-        while 2 * count <= whole and 2 * count * chunk <= rows:
-            count *= 2
+        count = max(1, min(whole, rows // chunk))
         stop = min(queries.stop, (start // chunk + count) * chunk, start + max(rows, piece))
         block = range(start, stop)
         calls = [call for i, r in enumerate(regions) for call in _chunk_calls(i, r, chunk, block, count, keys)]
@@ -142,7 +141,7 @@ def _chunk_blocks(regions: tuple[Region, ...], chunk: int, queries: range, keys:
 
 
 def _chunk_calls(i: int, region: Region, chunk: int, block: range, count: int, keys: range) -> Iterator[Call]:
-    """The calls of one region in a block of `count` chunks (a power of two), or of a part of one chunk."""
+    """The calls of one region in a block of `count` chunks, or of a part of one chunk."""
     first_chunk, per_chunk = block.start // chunk, len(block) // count
     repeat: dict[str, Any] = {"times": count, "step": chunk}
     first = region.first or 0
@@ -171,8 +170,14 @@ def _chunk_calls(i: int, region: Region, chunk: int, block: range, count: int, k
         if shared > 0:
             yield Call(region=i, query=block.start, rows=len(block), key=0, columns=shared)
         side = 1
-        while 2 * side <= count:
-            size, step = side * chunk, 2 * side * chunk
-            square: dict[str, Any] = {"rows": size, "columns": size, "times": count // (2 * side), "step": step}
-            yield Call(region=i, query=block.start + size, key=shared, **square)
+        while side < count:  # of every two sides, the second sees the keys of the first
+            size, times = side * chunk, count // (2 * side)
+            if times:
+                repeated: dict[str, Any] = {"times": times, "step": 2 * size}
+                yield Call(region=i, query=block.start + size, rows=size, key=shared, columns=size, **repeated)
+            cut = count - (2 * times + 1) * side
+            if cut > 0:
+                skipped = 2 * times * size
+                query, key = block.start + skipped + size, shared + skipped
+                yield Call(region=i, query=query, rows=cut * chunk, key=key, columns=size)
             side *= 2

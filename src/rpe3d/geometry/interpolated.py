@@ -52,7 +52,7 @@ class _NewBase(Rope):
             raise ConfigError(
                 f"{self.name} rebuilds the frequencies and would drop the model's own "
                 f"{self.rotary.scaling.rope_type!r} scaling",
-                "choose linear or a chunk law, which keep it, or pass rope_scaling=None to mean that",
+                "choose linear or a chunk law, which keep it",
             )
         return {}
 

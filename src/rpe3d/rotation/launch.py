@@ -23,7 +23,7 @@ class Launcher:
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
         self.interpreted = not isinstance(kernel, triton.JITFunction)
-        self._compiled: dict[tuple[Any, ...], Any] = {}
+        self._compiled: dict[tuple[Any, ...], dict[tuple[Any, ...], Any]] = {}
 
     def __call__(
         self,
@@ -34,15 +34,51 @@ class Launcher:
         options: dict[str, Any],
     ) -> None:
         """Launch. Arguments come first in the kernel's signature, then its constants, in the order given here."""
-        with on(device):
-            key = (device.index, *constants.values(), *options.values(), *map(_kind, arguments))
-            compiled = self._compiled.get(key)
-            if compiled is None:
-                compiled = self.kernel[grid](*arguments, **constants, **options)
-                if not self.interpreted:
-                    self._compiled[key] = compiled
-            else:
-                compiled[grid](*arguments, *constants.values())
+        self.bind(device, grid, arguments, constants, options)()
+
+    def bind(
+        self,
+        device: torch.device,
+        grid: tuple[int, int, int],
+        arguments: Sequence[Any],
+        constants: dict[str, Any],
+        options: dict[str, Any],
+    ) -> Bound:
+        """A launch whose first arguments are still to come, and may come many times."""
+        key = (device.index, *constants.values(), *options.values(), *map(_kind, arguments))
+        compiled = self._compiled.setdefault(key, {})
+        return Bound(self, compiled, device, grid, tuple(arguments), constants, options)
+
+
+class Bound:
+    """What `Launcher.bind` returns."""
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        compiled: dict[tuple[Any, ...], Any],
+        device: torch.device,
+        grid: tuple[int, int, int],
+        arguments: tuple[Any, ...],
+        constants: dict[str, Any],
+        options: dict[str, Any],
+    ) -> None:
+        self.launcher, self.compiled, self.device, self.grid = launcher, compiled, device, grid
+        self.arguments, self.constants, self.options = arguments, constants, options
+        self.rest = (*arguments, *constants.values())
+
+    def __call__(self, *first: Any) -> None:
+        """Launch with these in front of the other arguments."""
+        kinds = tuple(map(_kind, first))
+        with on(self.device):
+            compiled = self.compiled.get(kinds)
+            if compiled is not None:
+                compiled[self.grid](*first, *self.rest)
+                return
+            kernel = self.launcher.kernel[self.grid]
+            compiled = kernel(*first, *self.arguments, **self.constants, **self.options)
+            if not self.launcher.interpreted:
+                self.compiled[kinds] = compiled
 
 
 def _kind(argument: Any) -> Any:
