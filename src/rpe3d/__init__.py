@@ -60,6 +60,8 @@ def _enter(module: ModuleType) -> None:
 
     for name in ("rpe3d", "rpe3d-dynamic"):
         module.ROPE_INIT_FUNCTIONS[name] = rope_init
+    # transformers warns of every rope type that it has no validation for, and has no registry for these.
+    module.logger.addFilter(lambda record: "'rope_type'='rpe3d" not in record.getMessage())
 
 
 class _Entering(Loader):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from checkpoints import cache, folder, gguf, llama  # noqa: F401  fixtures
 
 FAMILIES = {
     "llama": {},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import torch
 import rpe3d
 from conftest import FAMILIES
 from rpe3d import ConfigError
+from rpe3d.models.extend import check_savable
 
 BOUNDED = {"chunk": 8, "window": 16, "reach": 32}
 CHANGED = [name for name in rpe3d.laws() if name not in ("rope", "linear", "ntk", "dynamic", "yarn")]
@@ -112,6 +114,25 @@ def test_a_saved_model_is_the_same_model_any_number_of_times(tiny, ids, tmp_path
     assert torch.equal(logits(rpe3d.restore(model), ids), logits(tiny(), ids))
 
 
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "phi3"])
+def test_every_family_is_the_same_after_it_was_saved_and_loaded_twice(tiny, ids, tmp_path, family):
+    from transformers import AutoModelForCausalLM
+
+    model = rpe3d.extend(tiny(family), context=256, **BOUNDED)
+    expected = logits(model, ids)
+    for n in range(2):
+        model.save_pretrained(tmp_path / str(n))
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / str(n)).eval()
+        assert torch.equal(logits(model, ids), expected)
+
+
+def test_a_config_that_takes_no_rope_type_but_its_own_is_found_out_before_saving(tiny):
+    """Phi-3's class validates the names of rope types itself, so no registry lets it hold a law."""
+    with pytest.raises(ConfigError, match="Phi3ForCausalLM runs under a law but cannot be saved with it"):
+        check_savable(rpe3d.extend(tiny("phi3"), context=256, **BOUNDED))
+    check_savable(rpe3d.extend(tiny(), context=256, **BOUNDED))
+
+
 def test_without_our_import_loading_fails_loudly(tiny, tmp_path):
     rpe3d.extend(tiny(), context=256).save_pretrained(tmp_path)
     code = f"from transformers import AutoModelForCausalLM\nAutoModelForCausalLM.from_pretrained({str(tmp_path)!r})"
@@ -187,19 +208,19 @@ def test_gradients_flow_and_checkpointing_changes_nothing(tiny, ids):
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-5, atol=1e-6)
 
 
-def test_position_ids_that_are_changed_in_place_are_read_again(tiny, ids):
-    """Layers of one forward share what is read of them; the next forward must not."""
-    model = rpe3d.extend(tiny(), context=256, **BOUNDED)
-    position = torch.arange(120)[None]
-    first = logits(model, ids, position_ids=position, use_cache=False)
-    position += 3  # no multiple of the chunk, so borders fall elsewhere
-    second = logits(model, ids, position_ids=position, use_cache=False)
-    assert not torch.allclose(first, second, **CLOSE)
-    torch.testing.assert_close(second, logits(model, ids, position_ids=position.clone(), use_cache=False), **CLOSE)
-    with torch.inference_mode():
-        torch.testing.assert_close(
-            logits(model, ids, position_ids=torch.arange(120)[None], use_cache=False), first, **CLOSE
-        )
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_cast_whole_gets_a_table_in_float32_and_has_its_own_back(tiny, ids, dtype):
+    """`model.to(torch.bfloat16)` rounds the rotary table, too, which a law does not stand on."""
+    model = tiny().to(dtype)
+    table = model.model.rotary_emb.inv_freq.clone()
+    before = model(ids).logits
+    rpe3d.extend(model, context=256)
+    assert model.model.rotary_emb.inv_freq.dtype == torch.float32
+    assert torch.isfinite(model(ids).logits).all()
+    rpe3d.restore(model)
+    assert model.model.rotary_emb.inv_freq.dtype == dtype
+    assert torch.equal(model.model.rotary_emb.inv_freq, table)
+    assert torch.equal(model(ids).logits, before)
 
 
 def test_packed_rows_and_masks_of_four_dimensions_are_refused(tiny, ids):
@@ -218,6 +239,7 @@ def test_packed_rows_and_masks_of_four_dimensions_are_refused(tiny, ids):
         ({"context": 32}, "context is 32, below the pretrained length 64"),
         ({"context": 256, "chunk": 0}, "chunk is 0"),
         ({"context": 256, "windows": 3}, "no parameter 'windows'"),
+        ({"context": 256, "rope_theta": 5e4}, "rope_theta is read from the model"),
     ],
 )
 def test_wrong_parameters_leave_the_model_as_it_was(tiny, ids, given, message):
@@ -243,6 +265,27 @@ def test_what_cannot_be_extended_is_refused_with_the_reason(tiny):
         rpe3d.restore(tiny())
 
 
+def test_a_family_that_a_law_cannot_reach_is_refused_in_plain_words(tiny):
+    """What families do that no law follows, done to a llama: the words must not be those of an exception."""
+    indexed = tiny()
+    indexed.model.layers[0].self_attn.indexer = torch.nn.Linear(1, 1)
+    with pytest.raises(ConfigError, match="an indexer of its own chooses the keys"):
+        rpe3d.extend(indexed, context=256)
+    copied = tiny()
+    copied.model.unused = copied.model.rotary_emb
+    copied.model.rotary_emb = type(copied.model.unused)(config=copy.deepcopy(copied.config))
+    with pytest.raises(ConfigError, match="its layers are turned by a copy of its config"):
+        rpe3d.extend(copied, "yarn", context=256)
+    parameters = {"rope_type": "proportional", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    with pytest.raises(ConfigError, match="no law is built to stand on its rope type 'proportional', which pairs"):
+        rpe3d.extend(tiny(rope_parameters=parameters), context=256)
+    unreached = tiny()
+    unreached._supports_attention_backend = False
+    unreached.model.layers[0].self_attn.forward = lambda *_, **__: None + 1
+    with pytest.raises(ConfigError, match="does not go through transformers' attention registry"):
+        rpe3d.extend(unreached, context=256)
+
+
 @pytest.mark.parametrize("name", ["3d-rpe", "dca", "yarn"])
 def test_a_compiled_decoding_step_is_one_graph_with_the_same_logits(tiny, ids, name):
     from transformers import StaticCache
@@ -259,3 +302,16 @@ def test_a_compiled_decoding_step_is_one_graph_with_the_same_logits(tiny, ids, n
             steps.append(forward(ids[:, t : t + 1], **given).logits)
         results.append(torch.cat(steps, 1))
     torch.testing.assert_close(*results, **CLOSE)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_compiled_prompt_is_one_graph_with_the_same_logits(tiny, ids, masked):
+    from transformers import StaticCache
+
+    model = rpe3d.extend(tiny(), context=256, **BOUNDED)
+    cache = StaticCache(config=model.config, max_cache_len=160)
+    cache.early_initialization(1, 2, 16, torch.float32, "cpu")
+    forward = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+    given = {"attention_mask": torch.ones_like(ids)} if masked else {}
+    out = forward(ids, position_ids=torch.arange(120)[None], past_key_values=cache, use_cache=True, **given)
+    torch.testing.assert_close(out.logits, logits(model, ids), **CLOSE)

@@ -7,6 +7,8 @@ import torch
 from rpe3d.models import families
 from rpe3d.models.families import Row, page, survey
 
+BLOOM = "BloomConfig describes no rotary position encoding (rope_parameters)"
+
 
 def test_a_llama_is_supported_a_hybrid_partly_and_a_model_without_rotation_refused(capsys):
     """gemma3 has one layer of full attention in six (its config's default); bloom has ALiBi."""
@@ -14,7 +16,11 @@ def test_a_llama_is_supported_a_hybrid_partly_and_a_model_without_rotation_refus
     assert rows == [
         Row(family="llama", verdict="supported", reason="4 of 4 layers"),
         Row(family="gemma3_text", verdict="partly", reason="1 of 6 layers, the others keep their sliding window"),
-        Row(family="bloom", verdict="refused", reason="BloomConfig has no rope_parameters"),
+        Row(
+            family="bloom",
+            verdict="refused",
+            reason="BloomConfig describes no rotary position encoding (rope_parameters)",
+        ),
     ]
     out, err = capsys.readouterr()
     assert out == ""
@@ -50,7 +56,7 @@ def test_a_law_that_turns_the_wrong_way_is_found_out(monkeypatch):
 
 def test_a_family_that_takes_too_long_is_given_up(monkeypatch):
     monkeypatch.setattr(families, "SECONDS", 1)
-    monkeypatch.setattr(families, "_build", lambda *_: [None for _ in iter(int, 1)])
+    monkeypatch.setattr(families, "build", lambda *_: [None for _ in iter(int, 1)])
     (row,) = survey(["llama"])
     assert (row.verdict, row.reason) == ("not tried", "took longer than 1 s")
 

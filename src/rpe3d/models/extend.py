@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rpe3d.config import ConfigError, whole
+from rpe3d.config import SCALINGS, ConfigError, whole
 from rpe3d.geometry import Law, make_law
 from rpe3d.models.probe import Findings, probe, refusal, run_one_token
 from rpe3d.models.registry import DYNAMIC, NAME, law_in, needs_attention, parameters_of, register, rope_init
@@ -40,10 +40,13 @@ def extend(model: Any, law: str = "3d-rpe", *, context: int, **parameters: Any) 
     base = stock.rope_parameters if stock else _rope_parameters(config)
     pretrained = stock.max_position_embeddings if stock else int(config.max_position_embeddings)
     found = probe(model, config)
+    _check_rope_type(type(model).__name__, _full(base).get("rope_type", "default"))
     made = _make(law, base, pretrained, whole("context", context), found, parameters)
     if stock is None:
-        own = made.model_frequencies()
-        if not torch.allclose(own, found.frequencies, rtol=1e-4, atol=0):
+        # `model.to(torch.bfloat16)` rounds the table too. A law brings its own, in float32; `restore` brings this back.
+        rounding = torch.finfo(found.table_dtype)
+        relative, absolute = max(1e-4, rounding.eps), rounding.smallest_normal * rounding.eps
+        if not torch.allclose(made.model_frequencies(), found.frequencies, rtol=relative, atol=absolute):
             raise refusal(type(model).__name__, "its frequencies are not those of its rope parameters")
         stock = _stock(config, found.rotaries)
     register()
@@ -51,7 +54,7 @@ def extend(model: Any, law: str = "3d-rpe", *, context: int, **parameters: Any) 
     tables = [_kept(rotary) for rotary in found.rotaries]
     _apply(config, found, made, stock)
     try:
-        run_one_token(model, type(model).__name__)
+        run_one_token(model, type(model).__name__, how="under a rope type of ours")
     except ConfigError:
         config.rope_parameters, config.max_position_embeddings, config._attn_implementation = before
         _put_back(found.rotaries, tables)
@@ -85,6 +88,18 @@ def law_of(model: Any) -> Law | None:
     return law_in(config) if parameters is not None and "law" in parameters else None
 
 
+def check_savable(model: Any) -> None:
+    """Refuse an extended model whose config class takes no rope type but its own: `save_pretrained` would, later."""
+    try:
+        text_config(model).validate_rope()
+    except Exception as error:  # config classes raise what they like
+        raise ConfigError(
+            f"{type(model).__name__} runs under a law but cannot be saved with it: its config takes no rope type but "
+            "those it knows",
+            "save the stock model, and extend it wherever it is loaded",
+        ) from error
+
+
 def text_config(given: Any) -> Any:
     """The config that holds a causal language model's positions, or a refusal of what is none."""
     model: Any = given
@@ -101,7 +116,8 @@ def _rope_parameters(config: Any) -> dict[str, Any]:
     parameters = getattr(config, "rope_parameters", None)
     if not isinstance(parameters, Mapping) or not parameters:
         raise ConfigError(
-            f"{type(config).__name__} has no rope_parameters", "a law needs a model with rotary position encoding"
+            f"{type(config).__name__} describes no rotary position encoding (rope_parameters)",
+            "a law needs a model that has one: docs/families.md lists them",
         )
     return copy.deepcopy(dict(parameters))
 
@@ -112,23 +128,34 @@ def _full(parameters: dict[str, Any]) -> dict[str, Any]:
     return dict(chosen)
 
 
+def _check_rope_type(family: str, rope_type: str) -> None:
+    """Refuse a model whose own frequencies no law is built to stand on."""
+    if rope_type not in ("default", *SCALINGS):
+        why = {
+            "dynamic": "whose frequencies change with the length of the text",
+            "longrope": "which has one set of frequencies for short texts and another for long ones",
+            "proportional": "which pairs a whole head and turns only its first pairs",
+        }.get(rope_type, "which is not known here")
+        raise refusal(family, f"no law is built to stand on its rope type {rope_type!r}, {why}")
+
+
 def _make(
     law: str, base: dict[str, Any], pretrained: int, context: int, found: Findings, parameters: dict[str, Any]
 ) -> Law:
     """The law for this model."""
     own = _full(base)
     scaling = {k: v for k, v in own.items() if k not in ("rope_theta", "partial_rotary_factor")}
-    return make_law(
-        law,
-        pretrained=pretrained,
-        context=context,
-        head_dim=found.head_dim,
-        rope_theta=own.get("rope_theta", 10000.0),
-        rotary_dim=2 * found.frequencies.numel(),
-        interleaved=found.interleaved,
-        rope_scaling=scaling,
-        **parameters,
-    )
+    facts: dict[str, Any] = {
+        "pretrained": pretrained,
+        "head_dim": found.head_dim,
+        "rope_theta": own.get("rope_theta", 10000.0),
+        "rotary_dim": 2 * found.frequencies.numel(),
+        "interleaved": found.interleaved,
+        "rope_scaling": scaling,
+    }
+    if given := sorted(facts.keys() & parameters):
+        raise ConfigError(f"{given[0]} is read from the model", "leave it out: only the law's own parameters are free")
+    return make_law(law, context=context, **facts, **parameters)
 
 
 def _stock(config: Any, rotaries: tuple[Any, ...]) -> Stock:

@@ -21,6 +21,7 @@ from rpe3d.rotation import cos_sin, rotate
 NAME = "rpe3d-probe"
 POSITION = 5
 KNOWN = ("cache_position", "s_aux", "attention_mask", "position_ids")
+UNREACHED = "its attention does not go through transformers' attention registry"
 CLOSE = 0.05  # relative: half-precision rounding is a tenth of it, a wrong pairing ten times it
 
 
@@ -33,6 +34,8 @@ class Findings:
     head_dim: int
     frequencies: Tensor
     """θ_l in force, float64."""
+    table_dtype: torch.dtype
+    """What the model keeps them in."""
     interleaved: bool
     layers: int
     """Layers whose attention a law changes."""
@@ -55,16 +58,18 @@ class Seen:
 def probe(model: Any, config: Any) -> Findings:
     """How the model rotates, or a refusal that says why a law cannot be applied to it."""
     family = type(model).__name__
-    rotaries = tuple(
-        m
-        for m in model.modules()
-        if (hasattr(m, "inv_freq") or hasattr(m, "full_attention_inv_freq")) and getattr(m, "config", config) is config
-    )
+    tables = [m for m in model.modules() if hasattr(m, "inv_freq") or hasattr(m, "full_attention_inv_freq")]
+    rotaries = tuple(m for m in tables if getattr(m, "config", config) is config)
     if not rotaries:
-        raise refusal(family, "it has no rotary embedding that transformers' rope registry reaches")
-    first, second = (_watch(model, config, family, position) for position in (0, POSITION))
+        raise refusal(family, "none of its modules keeps rotary frequencies where transformers' own do (inv_freq)")
+    if any(name.endswith("indexer") for name, _ in model.named_modules()):
+        raise refusal(family, "an indexer of its own chooses the keys that a query sees, and no law reaches it")
+    with _called(tables) as used:
+        first, second = (_watch(model, config, family, position) for position in (0, POSITION))
+    if any(module not in rotaries for module in used):
+        raise refusal(family, "its layers are turned by a copy of its config, which a law does not reach")
     if not first or len(first) != len(second):
-        raise refusal(family, "its attention does not go through transformers' attention registry")
+        raise refusal(family, UNREACHED)
     full = [pair for pair in zip(first, second, strict=True) if not pair[0].windowed]
     if not full:
         raise refusal(family, "all of its layers have a sliding window, so none reaches further than it")
@@ -72,16 +77,18 @@ def probe(model: Any, config: Any) -> Findings:
     if not turned:
         raise refusal(family, "none of its layers with full attention rotates")
     if not all(a.positions for a, _ in turned):
-        raise refusal(family, "it passes no position ids to its attention")
-    theta = _frequencies(rotaries[0])
+        raise refusal(family, "it passes no position ids to its attention, so a law cannot know where tokens stand")
+    table = _table(rotaries[0])
+    theta = table.detach().double().cpu()
     head_dim = turned[0][0].q.shape[-1]
     interleaved = [_pairing(a.q, b.q, theta) for a, b in turned]
     if None in interleaved or len(set(interleaved)) > 1:
-        raise refusal(family, "it rotates otherwise than by halves or by neighbours of the first dimensions of a head")
+        raise refusal(family, "it turns other dimensions of a head than the first, in other pairs, or the other way")
     return Findings(
         rotaries=rotaries,
         head_dim=head_dim,
         frequencies=theta,
+        table_dtype=table.dtype,
         interleaved=bool(interleaved[0]),
         layers=len(turned),
         windowed=len(first) - len(full),
@@ -89,9 +96,9 @@ def probe(model: Any, config: Any) -> Findings:
     )
 
 
-def _frequencies(rotary: Any) -> Tensor:
+def _table(rotary: Any) -> Tensor:
     theta: Tensor = rotary.inv_freq if hasattr(rotary, "inv_freq") else rotary.full_attention_inv_freq
-    return theta.detach().double().cpu()
+    return theta
 
 
 def _pairing(at_zero: Tensor, at_position: Tensor, theta: Tensor) -> bool | None:
@@ -122,9 +129,9 @@ def _watch(model: Any, config: Any, family: str, position: int) -> list[Seen]:
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         if query.shape[-1] != key.shape[-1] or query.shape[2] != 1 or query.shape[1] % key.shape[1]:
-            raise ConfigError("its heads are not those of a plain decoder", "")
+            raise ConfigError("its queries and keys do not have the shapes of a plain decoder's", "")
         if strange := unknown(kwargs):
-            raise ConfigError(f"its attention is also given {strange}", "")
+            raise ConfigError(f"its attention is also given {strange}, of which a law knows nothing", "")
         layer = int(getattr(module, "layer_idx", len(seen)))
         seen.append(Seen(layer, query.detach().clone(), sliding_window is not None, position_ids is not None))
         return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2).contiguous(), None
@@ -134,7 +141,7 @@ def _watch(model: Any, config: Any, family: str, position: int) -> list[Seen]:
     return seen
 
 
-def run_one_token(model: Any, family: str, position: int = 0) -> None:
+def run_one_token(model: Any, family: str, position: int = 0, how: str = "by itself") -> None:
     """A forward of one token, whose failure is a refusal."""
     device = model.get_input_embeddings().weight.device
     given = {
@@ -148,7 +155,11 @@ def run_one_token(model: Any, family: str, position: int = 0) -> None:
             model.eval()(**given)
     except Exception as error:  # whatever a family does with one plain token, it is not ours to go on with
         line = (str(error).strip().splitlines() or ["?"])[0][:80]
-        reason = error.problem if isinstance(error, ConfigError) else f"it fails on one token ({line})"
+        reason = f"it does not run on one token {how} ({type(error).__name__}: {line})"
+        if isinstance(error, ConfigError):
+            reason = error.problem
+        elif not getattr(model, "_supports_attention_backend", False):
+            reason = UNREACHED
         raise refusal(family, reason) from None
     finally:
         model.train(training)
@@ -157,6 +168,18 @@ def run_one_token(model: Any, family: str, position: int = 0) -> None:
 def unknown(kwargs: dict[str, Any]) -> str | None:
     """A tensor that a family hands to its attention and a law knows nothing of: ignoring it would be silently wrong."""
     return next((k for k, v in kwargs.items() if isinstance(v, Tensor) and k not in KNOWN), None)
+
+
+@contextmanager
+def _called(modules: list[nn.Module]) -> Iterator[list[nn.Module]]:
+    """Those of some modules that run during a `with`."""
+    used: list[nn.Module] = []
+    hooks = [m.register_forward_hook(lambda module, *_: used.append(module)) for m in modules]
+    try:
+        yield used
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager

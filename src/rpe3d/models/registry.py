@@ -6,12 +6,14 @@ whose config does not name us.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rpe3d.attention import attention
+from rpe3d.attention import attention, decode_step
+from rpe3d.attention.decode import MOST_QUERIES
 from rpe3d.config import ConfigError
 from rpe3d.geometry import Law, make_law
 from rpe3d.models.positions import Layout, layout
@@ -120,29 +122,35 @@ def attend(
         return _stock(module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, **kwargs)
     if attention_mask is not None and attention_mask.ndim != 2:
         raise ConfigError(
-            f"the attention mask is {attention_mask.ndim}-dimensional", "give the padding mask [batch, tokens]"
+            f"the attention mask is {attention_mask.ndim}-dimensional, but a law is causal and takes padding alone",
+            "give the padding mask [batch, tokens]",
         )
     if strange := unknown(kwargs):
         raise ConfigError(f"this attention is also given {strange}", "rpe3d cannot extend this model")
     if dropout:
         raise ConfigError(f"attention dropout is {dropout}", "set config.attention_dropout = 0")
     law = _law_of(module)
-    where: Layout = layout(query, key, attention_mask, position_ids)
-    out, _ = attention(
-        query,
-        key[:, :, : where.keys_used],
-        value[:, :, : where.keys_used],
-        law,
-        query_positions=where.queries,
-        key_positions=where.keys,
-        query_mask=where.query_mask,
-        key_mask=where.key_mask,
-        scale=scaling,
-        softcap=softcap,
-        sinks=s_aux,
-        turned=True,
-    )
+    where: Layout = layout(query, key, attention_mask, position_ids, getattr(module, "layer_idx", 0))
+    if where.keys_used < key.shape[2]:
+        key, value = key[:, :, : where.keys_used], value[:, :, : where.keys_used]
+    given: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux, "turned": True}
+    step = None
+    if query.shape[2] <= MOST_QUERIES and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        step = _step(where, law, query, key, value, given)
+    if step is not None:
+        out, _ = step(query, key, value, s_aux)
+    else:
+        out, _ = attention(query, key, value, law, **where.arguments, **given)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _step(where: Layout, law: Law, query: Tensor, key: Tensor, value: Tensor, given: dict[str, Any]) -> Any:
+    """The decoding step that this layer shares with others of its forward; None where there is no kernel for it."""
+    vectors = tuple((x.shape, x.stride()) for x in (query, key, value))
+    kind = (id(law), vectors, query.dtype, given["scale"], given["softcap"], given["sinks"] is None)
+    if kind not in where.steps:
+        where.steps[kind] = decode_step(query, key, value, law, **where.arguments, **given)
+    return where.steps[kind]
 
 
 def _law_of(module: Any) -> Law:
@@ -153,9 +161,15 @@ def _law_of(module: Any) -> Law:
         law: Law = law_in(module.config)
         if parameters is not None and getattr(module, "layer_idx", None) in parameters.get("unrotated_layers", ()):
             law = make_law("rope", pretrained=law.pretrained, context=law.context, head_dim=law.rotary.head_dim)
-        made = (parameters, law)
+        made = (parameters, _only(law))
         module.__dict__["_rpe3d"] = made
     return made[1]  # type: ignore[no-any-return]
+
+
+@lru_cache(maxsize=64)
+def _only(law: Law) -> Law:
+    """Of equal laws always the same one, so that what is kept for a law is found by a look at its identity."""
+    return law
 
 
 def _stock(
