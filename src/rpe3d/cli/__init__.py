@@ -17,8 +17,13 @@ from rpe3d import __version__
 from rpe3d.config import ConfigError, choice
 
 VERBS = {
-    "demo": ("rpe3d.cli.demo", "every law with its parameters for an example model, and the decay figure"),
+    "demo": (
+        "rpe3d.cli.demo",
+        "the main job on the default model: four laws past its pretrained length, a passkey, a report",
+    ),
     "extend": ("rpe3d.cli.extend", "a checkpoint with a longer context, which carries its law"),
+    "compare": ("rpe3d.cli.compare", "perplexity, copying and passkeys under every law at every length, as a table"),
+    "tune": ("rpe3d.cli.tune", "measures the context that a model really uses, and picks chunk, window and reach"),
     "doctor": ("rpe3d.cli.doctor", "what runs on this machine, and why"),
 }
 

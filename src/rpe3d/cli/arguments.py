@@ -1,14 +1,17 @@
-"""What verbs share: sizes as people write them, files that are whole or absent, extras that may be missing."""
+"""What verbs share: sizes and laws as people write them, files that are whole or absent, extras that may be missing."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from argparse import ArgumentTypeError
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from rpe3d.config import ConfigError
 
@@ -21,6 +24,84 @@ def size(text: str) -> int:
     if not match:
         raise ArgumentTypeError(f"{text!r} is not a size: write it as 65536 or 64k (k = 1024)")
     return int(match[1]) * UNITS[match[2]]
+
+
+def sizes(text: str) -> list[int]:
+    """Several sizes with commas between."""
+    return [size(part) for part in text.split(",")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenLaw:
+    """A law as a user gives it: what to call it, its name, and its own parameters where they are not the defaults."""
+
+    label: str
+    name: str
+    parameters: dict[str, Any]
+    pretrained: int | None = None
+    """The pretrained length that a law file was made for."""
+
+    def check(self, pretrained: int) -> None:
+        """Refuse a law file that was made for another model."""
+        if self.pretrained not in (None, pretrained):
+            raise ConfigError(
+                f"{self.label} was made for a model of {self.pretrained} positions, and this one has {pretrained}",
+                "`rpe3d tune MODEL --context N` makes one for it",
+            )
+
+
+# What a law file holds besides its law's own parameters: the model that it was made for, and the evidence.
+FACTS = {"name", "pretrained", "context", "head_dim", "rope_theta", "rotary_dim", "interleaved", "rope_scaling"}
+EVIDENCE = {"schema", "kind", "measured"}
+
+
+def law(text: str) -> GivenLaw:
+    """`3d-rpe`, `3d-rpe:chunk=512,reach=5120`, or a file that `rpe3d tune` wrote."""
+    if text.endswith(".json"):
+        return _law_file(Path(text))
+    name, _, rest = text.partition(":")
+    parameters = {}
+    for item in rest.split(",") if rest else ():
+        parameter, equals, given = item.partition("=")
+        if not equals:
+            raise ConfigError(f"{item!r} in {text!r} has no value", "write a law as name:parameter=value")
+        parameters[parameter.strip().replace("-", "_")] = value(given.strip())
+    return GivenLaw(label=text, name=name, parameters=parameters)
+
+
+def laws(text: str) -> list[GivenLaw]:
+    """Several laws with commas between; what has a value but no law in front belongs to the law before it."""
+    parts: list[str] = []
+    for item in text.split(","):
+        if parts and ":" in parts[-1] and "=" in item and ":" not in item:
+            parts[-1] += f",{item.strip()}"
+        else:
+            parts.append(item.strip())
+    return [law(part) for part in parts]
+
+
+def value(text: str) -> bool | int | float | str:
+    """A parameter's value: yes or no, a number, a size such as 2k, or a word."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float, size):
+        with suppress(ValueError, ArgumentTypeError):
+            return kind(text)
+    return text
+
+
+def _law_file(path: Path) -> GivenLaw:
+    hint = "give a file that `rpe3d tune` wrote"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the law file {path}: {error.strerror}", hint) from None
+    except ValueError:
+        content = None
+    if not isinstance(content, dict) or not isinstance(content.get("name"), str) or "pretrained" not in content:
+        raise ConfigError(f"{path} is not a law file", hint)
+    own = {key: given for key, given in content.items() if key not in FACTS | EVIDENCE}
+    return GivenLaw(label=path.stem, name=content["name"], parameters=own, pretrained=content["pretrained"])
 
 
 def need(extra: str, *modules: str) -> None:

@@ -1,93 +1,140 @@
-"""`rpe3d demo`: every law for an example model as a table, and what the laws do as a picture.
+"""`rpe3d demo`: the main job on the default model: laws compared past its pretrained length, a passkey, and a report.
 
-JSON, schema 1: {"schema": 1, "model": {"pretrained", "context", "head_dim", "rope_theta"},
-"rows": [{"law", "summary", "parameters": {name: value}}]}.
+The JSON is that of `rpe3d compare` with one window per law; rows of stock RoPE and 3D-RPE have a passkey, too. Like a
+comparison, a demo that was interrupted goes on where it stopped.
 """
 
 from __future__ import annotations
 
-import csv
-import json
+import shlex
 import sys
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rpe3d.cli.arguments import folder, need, replacing, size
+from rpe3d.cli.arguments import folder, laws, need, size
 
-EXAMPLE = "SmolLM2-135M"
-PRETRAINED = 8192
-HEAD_DIM = 64
-ROPE_THETA = 100000.0
-STRETCH = 8
+if TYPE_CHECKING:
+    from rpe3d.evaluate import Settings
+    from rpe3d.evaluate.row import Progress
+
+LAWS = "rope,yarn,dca,3d-rpe"
+ASKED = ("rope", "3d-rpe")  # for the passkey: a forward each, so not of every law
+LENGTH = 11776  # stock RoPE holds on until about 11k here; a forward takes three quarters of a minute on two cores
+DEPTH = 0.1  # of the prompt before the passkey
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    add("--out", metavar="DIR", type=Path, default=Path("demo"), help="folder for the figure; default ./demo")
-    add(
-        "--pretrained",
-        metavar="N",
-        type=size,
-        default=PRETRAINED,
-        help=f"positions that the example model has seen, as 8192 or 8k; default 8k, those of {EXAMPLE}",
-    )
-    add("--context", metavar="N", type=size, help=f"tokens that it shall take; default {STRETCH} times --pretrained")
-    add("--json", metavar="FILE", type=Path, help="write the rows of the table as JSON, too")
+    add("--out", metavar="DIR", type=Path, default=Path("demo"), help="folder for the report; default ./demo")
+    add("--json", metavar="FILE", type=Path, help="keep the rows here; default DIR/compare.json")
+    add("--length", metavar="N", type=size, default=LENGTH, help="tokens in a window and in the prompt; default 11776")
+    add("--laws", metavar="A,B", default=LAWS, help=f"laws to compare; default {LAWS}")
 
 
 def run(arguments: Namespace) -> int:
     need("cli", "rich", "matplotlib")
-    from rpe3d.analysis import Row, draw_decay, figure_table
-    from rpe3d.geometry import LAWS, make_law
+    need("models", "transformers")
+    given = laws(arguments.laws)
+    from rpe3d.cli.compare import print_table, progress_bar
+    from rpe3d.evaluate import Entry, Settings
+    from rpe3d.evaluate.findings import findings
+    from rpe3d.evaluate.report import write_report
+    from rpe3d.evaluate.results import check
+    from rpe3d.models.load import DEFAULT, load
 
-    context = STRETCH * arguments.pretrained if arguments.context is None else arguments.context
-    model = {
-        "pretrained": arguments.pretrained,
-        "context": context,
-        "head_dim": HEAD_DIM,
-        "rope_theta": ROPE_THETA,
-    }
-    laws = [make_law(name, **model) for name in LAWS]
-    rows = [
-        {"law": law.name, "summary": law.summary, "parameters": {p: getattr(law, p) for p in law.parameters()}}
-        for law in laws
-    ]
-
+    entries = [Entry(label=law.label, law=law.name, parameters=law.parameters) for law in given]
+    settings = Settings(laws=entries, lengths=[arguments.length], windows=1, measures=["ppl"], passkeys=1)
     out = folder("--out", arguments.out)
-    numbers = figure_table(laws)
-    written = [out / "decay.png", out / "decay.svg", out / "decay.csv"]
-    for path in written[:2]:
-        with replacing("--out", path) as unfinished:
-            draw_decay(numbers, unfinished)
-    with replacing("--out", written[2]) as unfinished, unfinished.open("w", encoding="utf-8", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows([Row._fields, *numbers])
-    if arguments.json is not None:
-        text = json.dumps({"schema": 1, "model": model, "rows": rows}, indent=2, allow_nan=False)
-        with replacing("--json", arguments.json) as unfinished:
-            unfinished.write_text(text + "\n", encoding="utf-8")
-        written.append(arguments.json)
-
-    positions = f"from {arguments.pretrained} to {context} positions"
-    _print_table(f"head_dim {HEAD_DIM}, rope_theta {ROPE_THETA:g} ({EXAMPLE}), {positions}", rows)
-    print("wrote " + ", ".join(map(str, written)), file=sys.stderr)
+    file: Path = arguments.json or out / "compare.json"
+    check(file, {"settings": settings.to_dict()})
+    loaded = load(DEFAULT, dtype=_fast_dtype())
+    for note in loaded.notes:
+        print(f"note: {note}", file=sys.stderr)
+    with progress_bar() as progress:
+        results = _measure(loaded, settings, file, progress)
+    written = write_report(results, out)
+    print_table(results)
+    for sentence in findings(results):
+        print(sentence, file=sys.stderr)
+    page = next(path for path in written if path.suffix == ".html")
+    print(f"The report lies at {page}, its numbers at {file}.", file=sys.stderr)
     return 0
 
 
-def _print_table(title: str, rows: list[dict[str, Any]]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
+def _measure(loaded: Any, settings: Settings, file: Path, progress: Progress) -> dict[str, Any]:
+    """The comparison, and then the passkeys that are not in the file yet."""
+    from rpe3d.evaluate import compare
+    from rpe3d.evaluate.results import locked, read, write_json
 
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("law", no_wrap=True)
-    table.add_column("what it does")
-    table.add_column("parameters")
-    for row in rows:
-        values = (f"{name}={_short(value)}" for name, value in row["parameters"].items())
-        table.add_row(row["law"], row["summary"], " ".join(values))
-    Console().print(table)
+    kept = {row["law"]: row for row in (read(file) or {"rows": []})["rows"] if row["status"] == "ok"}
+    asked = [entry.label for entry in settings.entries if entry.law in ASKED]
+    forwards = sum(entry.label not in kept for entry in settings.entries)
+    forwards += sum(label not in kept or not kept[label]["passkeys"] for label in asked)
+    with _layer_by_layer(loaded.model, settings.lengths[0], forwards, progress) as say:
+        results = compare(
+            loaded.model,
+            loaded.tokenizer,
+            settings,
+            file=file,
+            name="default",
+            command=shlex.join(["rpe3d", *sys.argv[1:]]),
+            progress=lambda what, done, total: say(what),
+        )
+        for row in results["rows"]:
+            if row["law"] in asked and row["status"] == "ok" and not row["passkeys"]:
+                say(f"passkey, {row['law']} at {row['length']}")
+                row |= _passkey(loaded, row)
+                with locked(file):
+                    write_json(file, results)
+    return results
 
 
-def _short(value: object) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+def _fast_dtype() -> Any:
+    """bfloat16 where the processor computes with it; None, which is the device's own default, elsewhere."""
+    import torch
+
+    capable = torch.cpu.get_capabilities()
+    return torch.bfloat16 if capable.get("avx512_bf16") or capable.get("amx_bf16") else None
+
+
+def _passkey(loaded: Any, row: dict[str, Any]) -> dict[str, Any]:
+    """A passkey near the beginning of a prompt as long as the window, as a row has it."""
+    from rpe3d.evaluate import make_passkey, passkey
+    from rpe3d.evaluate.texts import opening
+    from rpe3d.models import extend, restore
+
+    trial = make_passkey(loaded.tokenizer, row["length"], DEPTH, 0, opening(loaded.tokenizer))
+    if row["name"] != "rope":  # which is the model as it comes
+        extend(loaded.model, row["name"], context=row["context"], **row["parameters"])
+    said = passkey(loaded.model, trial)
+    if row["name"] != "rope":
+        restore(loaded.model)
+    correct = said == trial.answer
+    answer = {"depth": DEPTH, "key": trial.key, "answer": loaded.tokenizer.decode(said), "correct": correct}
+    return {"passkey": int(correct), "passkey_n": 1, "passkeys": [answer]}
+
+
+@contextmanager
+def _layer_by_layer(model: Any, length: int, forwards: int, progress: Progress) -> Iterator[Any]:
+    """A bar that moves with every layer: a forward takes most of a minute. Yields the function that names the work."""
+    layers, what, seen = model.get_decoder().layers, "", 0
+
+    def say(now: str) -> None:
+        nonlocal what
+        what = now
+        progress(what, min(seen / (length * len(layers)), forwards), forwards)
+
+    def count(layer: Any, given: Any, out: Any) -> None:
+        nonlocal seen
+        seen += given[0].shape[1]
+        say(what)
+
+    hooks = [layer.register_forward_hook(count) for layer in layers]
+    try:
+        yield say
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -54,7 +54,7 @@ def _examine(arguments: Namespace) -> dict[str, str]:
     """One screen about a model: what it is, and what a law would change."""
     need("models", "transformers")
     from rpe3d.config import ConfigError
-    from rpe3d.models.extend import extend, law_of, text_config
+    from rpe3d.models.extend import check_savable, extend, law_of, text_config
     from rpe3d.models.load import load
     from rpe3d.models.probe import probe
 
@@ -82,6 +82,7 @@ def _examine(arguments: Namespace) -> dict[str, str]:
             made = law_of(model)
             assert made is not None
             about["default at 8x"] = " ".join(f"{name}={getattr(made, name)}" for name in made.parameters())
+            check_savable(model)
     except ConfigError as refusal:
         about["not supported"] = refusal.problem
     about |= {f"note {n}": note for n, note in enumerate(loaded.notes, 1)}

@@ -9,7 +9,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
-from rpe3d.cli.arguments import need, size
+from rpe3d.cli.arguments import law, need, size, value
 from rpe3d.config import ConfigError
 
 
@@ -18,7 +18,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("model", metavar="MODEL", help="a Hugging Face name or folder, a .gguf file, or `default`")
     add("--context", metavar="N", type=size, required=True, help="tokens that it shall take, as 65536 or 64k")
     add("--out", metavar="DIR", type=Path, required=True, help="a new folder for the checkpoint")
-    add("--law", default="3d-rpe", help="the law, as `rpe3d demo` lists them; default 3d-rpe")
+    add("--law", default="3d-rpe", help="the law, as `rpe3d doctor` lists them; default 3d-rpe")
     add("--set", metavar="NAME=VALUE", action="append", default=[], help="a parameter of the law; again for more")
     for name in ("chunk", "window", "reach"):
         add(f"--{name}", metavar="N", type=size, help=f"the law's {name}, in tokens")
@@ -27,33 +27,24 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def law_parameters(arguments: Namespace) -> dict[str, Any]:
     """--chunk, --window, --reach and --set as keywords of `extend`."""
-    given = {name: getattr(arguments, name) for name in ("chunk", "window", "reach")}
-    parameters: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    sizes = {name: getattr(arguments, name) for name in ("chunk", "window", "reach")}
+    parameters: dict[str, Any] = {name: tokens for name, tokens in sizes.items() if tokens is not None}
     for item in arguments.set:
-        name, equals, value = item.partition("=")
+        name, equals, given = item.partition("=")
         if not equals:
             raise ConfigError(f"--set {item} has no value", "write it as --set name=value")
-        parameters[name.replace("-", "_")] = _value(value)
+        parameters[name.replace("-", "_")] = value(given)
     return parameters
-
-
-def _value(text: str) -> bool | int | float | str:
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
 
 
 def run(arguments: Namespace) -> int:
     need("models", "transformers")
+    given = law(arguments.law)
+    parameters = given.parameters | law_parameters(arguments)
     out: Path = arguments.out
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is there already", "give --out a new folder")
-    from rpe3d.models import extend
+    from rpe3d.models.extend import check_savable, extend, law_of
     from rpe3d.models.load import load
 
     source = Path(arguments.model)
@@ -61,7 +52,11 @@ def run(arguments: Namespace) -> int:
     loaded = load(arguments.model, trust_remote_code=arguments.trust_remote_code, with_tokenizer=tokenizer)
     for note in (*loaded.notes, *(() if tokenizer else ("the folder has no tokenizer, so none is written",))):
         print(f"note: {note}", file=sys.stderr)
-    extend(loaded.model, arguments.law, context=arguments.context, **law_parameters(arguments))
+    extend(loaded.model, given.name, context=arguments.context, **parameters)
+    made = law_of(loaded.model)
+    assert made is not None
+    given.check(made.pretrained)
+    check_savable(loaded.model)
     unfinished = out.with_name(f".{os.getpid()}-{out.name}")
     try:
         unfinished.mkdir(parents=True)

@@ -1,0 +1,191 @@
+"""`rpe3d compare`: which law is best for a model, and how far it stretches; the JSON is described in evaluate."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rpe3d.cli.arguments import folder, laws, need, sizes
+
+if TYPE_CHECKING:
+    from rpe3d.evaluate.row import Progress
+
+LAWS = "rope,yarn,dca,3d-rpe"
+LENGTHS = "8k,16k,32k"
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a Hugging Face name or folder, a .gguf file, or `default`")
+    add("--laws", metavar="A,B", default=LAWS, help=f"laws, `all`, name:parameter=value, or law files; default {LAWS}")
+    add("--lengths", metavar="N,N", type=sizes, default=LENGTHS, help=f"tokens in a window; default {LENGTHS}")
+    add_text_arguments(parser)
+    add("--measures", metavar="M,M", default="ppl,copy,passkey", help="some of ppl,copy,passkey; default all")
+    add("--protocol", default="windows", help="perplexity: windows (default), overlap_mean or sliding_new_tokens")
+    add("--windows", metavar="N", type=int, help="windows of text in a row; default 4, in the other protocols all")
+    add("--copies", metavar="N", type=int, default=4, help="copy trials in a row; default 4")
+    add("--passkeys", metavar="N", type=int, default=10, help="passkeys in a row; default 10")
+    add("--seed", metavar="N", type=int, default=0, help="of copies and passkeys; default 0")
+    add("--batch", metavar="N", type=int, default=1, help="windows, or copies, in one forward; default 1")
+    add_model_arguments(parser)
+    add("--json", metavar="FILE", type=Path, help="keep the rows here; the same command goes on where it stopped")
+    add("--overwrite", action="store_true", help="start over where --json has results of something else")
+    add("--report", metavar="DIR", type=Path, help="a page with the table and its plots (and DIR/compare.json)")
+
+
+def add_text_arguments(parser: ArgumentParser) -> None:
+    """The texts to measure on."""
+    parser.add_argument(
+        "--texts",
+        metavar="FILE",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="UTF-8 texts, plain or as .xz, .gz, .bz2; default: the Python language reference of this Python",
+    )
+
+
+def add_model_arguments(parser: ArgumentParser) -> None:
+    """Where and how the model runs."""
+    add = parser.add_argument
+    add("--device", help="cpu, cuda, cuda:1; default the GPU if there is one")
+    add("--dtype", choices=DTYPES, help="default bfloat16 on a GPU, float32 on a CPU")
+    add("--trust-remote-code", action="store_true", help="run code that comes with the model")
+
+
+def run(arguments: Namespace) -> int:
+    need("cli", "rich")
+    need("models", "transformers")
+    if arguments.report is not None:
+        need("cli", "matplotlib")
+    given = all_laws() if arguments.laws == "all" else laws(arguments.laws)
+    from rpe3d.evaluate import Entry, Settings, compare, read_texts
+    from rpe3d.evaluate.compare import model_facts
+    from rpe3d.evaluate.ranks import ranks
+    from rpe3d.evaluate.results import check
+    from rpe3d.evaluate.texts import check_bytes
+
+    settings = Settings(
+        laws=[Entry(label=law.label, law=law.name, parameters=law.parameters) for law in given],
+        lengths=arguments.lengths,
+        measures=arguments.measures.split(","),
+        **{name: getattr(arguments, name) for name in ("protocol", "windows", "copies", "passkeys", "seed", "batch")},
+    )
+    texts = read_texts(arguments.texts)
+    check_bytes(texts, settings.lengths)
+    file: Path | None = arguments.json
+    if arguments.report is not None:
+        folder("--report", arguments.report)
+        file = file or arguments.report / "compare.json"
+    if file is not None:
+        check(file, {} if arguments.overwrite else {"settings": settings.to_dict()})
+    first = ranks().first
+    loaded = load_model(arguments)
+    pretrained = model_facts(loaded.model)["pretrained"]
+    for law in given:
+        law.check(pretrained)
+    with progress_bar(first) as progress:
+        results = compare(
+            loaded.model,
+            loaded.tokenizer,
+            settings,
+            texts=texts,
+            file=file,
+            overwrite=arguments.overwrite,
+            name=arguments.model,
+            command=shlex.join(["rpe3d", *sys.argv[1:]]),
+            progress=progress,
+        )
+    if first:
+        print_table(results)
+        for text in results["texts"]:
+            if text["tokens"] < max(settings.lengths):
+                note = f"{text['name']} has {text['tokens']} tokens, so longer windows are of other texts"
+                print(f"note: {note}", file=sys.stderr)
+        report(results, arguments.report, file)
+    return 0
+
+
+def all_laws() -> list[Any]:
+    from rpe3d.geometry import LAWS as known
+
+    return laws(",".join(known))
+
+
+def load_model(arguments: Namespace) -> Any:
+    """The model as the arguments ask for it, on this process's device; notes go to stderr."""
+    import torch
+
+    from rpe3d.evaluate.ranks import ranks
+    from rpe3d.models.load import load
+
+    here = ranks()
+    loaded = load(
+        arguments.model,
+        dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
+        device=arguments.device or here.device,
+        trust_remote_code=arguments.trust_remote_code,
+    )
+    for note in loaded.notes if here.first else ():
+        print(f"note: {note}", file=sys.stderr)
+    return loaded
+
+
+@contextmanager
+def progress_bar(shown: bool = True) -> Iterator[Progress]:
+    """A bar on stderr with the time that is left."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TextColumn("left"))
+    bar = Progress(
+        *columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not shown, speed_estimate_period=3600
+    )
+    with bar:
+        task = bar.add_task("loading", total=None)
+
+        def advance(what: str, done: float, total: float) -> None:
+            bar.update(task, description=what, completed=done, total=total)
+
+        yield advance
+
+
+def print_table(results: dict[str, Any]) -> None:
+    """The rows on stdout."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("law", overflow="fold")
+    for column in ("length", "ppl", "tail ppl", "copy nll", "passkey", "tokens/s"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("", overflow="fold")
+    for row in results["rows"]:
+        passkeys = "" if row["passkey_n"] is None else f"{row['passkey']}/{row['passkey_n']}"
+        measured = [_short(row[name]) for name in ("ppl", "tail_ppl", "copy_nll")]
+        speed = "" if row["tokens_per_second"] is None else f"{row['tokens_per_second']:.0f}"
+        status = "" if row["status"] == "ok" else row["status"]
+        table.add_row(row["law"], str(row["length"]), *measured, passkeys, speed, status)
+    Console().print(table)
+
+
+def _short(number: float | None) -> str:
+    return "" if number is None else f"{number:.2f}" if number < 1000 else f"{number:.4g}"
+
+
+def report(results: dict[str, Any], place: Path | None, file: Path | None) -> None:
+    """The page, where one is asked for, and where everything lies."""
+    written = [] if file is None else [file]
+    if place is not None:
+        from rpe3d.evaluate.report import write_report
+
+        written += write_report(results, place)
+    if written:
+        print("wrote " + ", ".join(map(str, written)), file=sys.stderr)

@@ -1,0 +1,115 @@
+"""`rpe3d tune`: measures the context that a model really uses, and picks chunk, window and reach of 3d-rpe for it.
+
+The law file: what `Law.to_dict` gives, and "measured": {"command", "model", "versions", "texts", "seeds", "criterion",
+"effective": positions, or 0 where it copies from nowhere, "distances": [{"distance", "first", "again", "text"}]}.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from argparse import ArgumentParser, Namespace
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rpe3d.cli.arguments import need, replacing, size
+from rpe3d.cli.compare import add_model_arguments, add_text_arguments, load_model, progress_bar
+from rpe3d.config import ConfigError, whole
+
+if TYPE_CHECKING:
+    from rpe3d.evaluate.effective import Distance
+
+TRIALS = 4
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a Hugging Face name or folder, a .gguf file, or `default`")
+    add("--context", metavar="N", type=size, required=True, help="tokens that it shall take, as 65536 or 64k")
+    add("--out", metavar="FILE", type=Path, default=Path("law.json"), help="the law file; default law.json")
+    add_text_arguments(parser)
+    add("--trials", metavar="N", type=int, default=TRIALS, help=f"windows to measure; default {TRIALS}")
+    add("--seed", metavar="N", type=int, default=0, help="of the first trial; default 0")
+    add_model_arguments(parser)
+    add("--overwrite", action="store_true", help="replace the law file if it is there")
+
+
+def run(arguments: Namespace) -> int:
+    need("cli", "rich")
+    need("models", "transformers")
+    out: Path = arguments.out
+    if out.suffix != ".json":
+        raise ConfigError(f"the law file {out} is not called .json", "give --out a name such as law.json")
+    if not out.parent.is_dir():
+        raise ConfigError(f"there is no folder {out.parent}", "make it, or give --out another place")
+    if out.exists() and not arguments.overwrite:
+        raise ConfigError(f"{out} is there already", "give --out another name, or --overwrite")
+    seed, trials = whole("seed", arguments.seed, least=0), whole("trials", arguments.trials)
+    from rpe3d.evaluate import effective
+    from rpe3d.evaluate.compare import about, model_facts, versions
+    from rpe3d.evaluate.texts import opening, read_texts, tokenize
+    from rpe3d.geometry import make_law
+
+    texts = read_texts(arguments.texts)
+    loaded = load_model(arguments)
+    model, tokenizer = loaded.model, loaded.tokenizer
+    facts = model_facts(model)
+    usual = make_law("3d-rpe", context=arguments.context, **facts)  # refuses a context before anything is measured
+    tokens = [tokenize(tokenizer, text) for text in texts]
+    seeds = list(range(seed, seed + trials))
+    with progress_bar() as progress:
+        distances = effective.measure_distances(model, tokens, facts["pretrained"], seeds, opening(tokenizer), progress)
+    used = effective.effective_context(distances)
+    law = make_law("3d-rpe", context=arguments.context, **facts, **effective.pick(used)) if used else usual
+    measured = {
+        "command": shlex.join(["rpe3d", *sys.argv[1:]]),
+        "model": about(model, arguments.model, facts),
+        "versions": versions(),
+        "texts": [{"name": text.name, "sha256": text.sha256} for text in texts],
+        "seeds": seeds,
+        "criterion": f"again / first, averaged with both neighbours, is at most {effective.AT_MOST}",
+        "effective": used,
+        "distances": [asdict(one) for one in distances],
+    }
+    with replacing("--out", out) as unfinished:
+        content = {**law.to_dict(), "measured": measured}
+        unfinished.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    _print_distances(distances)
+    for line in _reasons(used, facts["pretrained"], effective.AT_MOST, law.to_dict()):
+        print(line)
+    print(f"wrote {out}: `--laws {out}` compares with it", file=sys.stderr)
+    return 0
+
+
+def _print_distances(distances: list[Distance]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from rpe3d.evaluate import effective
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("distance", "first sight", "repeated", "share", "averaged", "text up to here"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for one, mean in zip(distances, effective.averaged(distances), strict=True):
+        losses = f"{one.first:.2f}", f"{one.again:.2f}", f"{one.share:.0%}", f"{mean:.0%}"
+        table.add_row(str(one.distance), *losses, f"{one.text:.2f}")
+    Console().print(table)
+
+
+def _reasons(used: int, pretrained: int, at_most: float, law: dict[str, int]) -> list[str]:
+    """What was chosen, and why, one line each."""
+    if not used:
+        return [
+            "It copies from nowhere, so its effective context cannot be told this way: the rule of thumb stands.",
+            f"chunk {law['chunk']}, window {law['window']}, reach {law['reach']}: 1/16, 5/16 and 5/8 of {pretrained}",
+        ]
+    return [
+        f"It copies from up to {used} of its {pretrained} positions back (averaged share at most "
+        f"{at_most:.0%}): that is its effective context.",
+        f"reach {law['reach']}: no pair is shown a distance that the model does not use",
+        f"window {law['window']}: half of the reach, in whole chunks, is exact",
+        f"chunk {law['chunk']}: a tenth of the reach, as a power of two from 128 to 512",
+    ]

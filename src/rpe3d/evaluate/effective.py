@@ -1,0 +1,137 @@
+"""The context that a model really uses: from how far back it can still copy, with stock RoPE.
+
+A trial is one window of the pretrained length with eight passages in it, each repeated once, nested like brackets: the
+repetitions of the first stand 1/8 of the length behind it, those of the last nearly the whole length. The model copies
+from a distance if repetitions cost it at most half of what the same tokens cost at first sight, over all trials and as
+the mean with the distances before and after: single distances are noisy, and one next to a failure is not safe.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rpe3d.config import ConfigError
+from rpe3d.evaluate.likelihood import token_nll
+from rpe3d.evaluate.row import Progress
+from rpe3d.evaluate.texts import Tokens
+
+STEPS = 8
+AT_MOST = 0.5
+SHORTEST = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distance:
+    """Mean losses of passages at first sight and when repeated `distance` later, and of other text that far on."""
+
+    distance: int
+    first: float
+    again: float
+    text: float
+
+    @property
+    def share(self) -> float:
+        """What a repetition costs, of first sight."""
+        return self.again / self.first
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nested:
+    """A window and where its passages stand: the first and the second time, from the nearest pair to the farthest."""
+
+    tokens: Tensor
+    size: int
+    first: list[int]
+    again: list[int]
+
+
+def passage_of(length: int) -> int:
+    return length // (4 * STEPS)
+
+
+def make_nested(texts: Sequence[Tokens], length: int, seed: int, first: tuple[int, ...] = ()) -> Nested:
+    """All texts are one ring; the text around starts anywhere on it, and the passages are spread over the rest."""
+    ring = torch.cat([text.ids for text in texts])
+    size = passage_of(length)
+    body = length - len(first)
+    spacing = (len(ring) - body) // STEPS
+    if spacing < size:
+        raise ConfigError(
+            f"the texts have {len(ring)} tokens, and measuring {length} positions takes {body + STEPS * size}",
+            "give longer files with --texts",
+        )
+    turned = ring.roll(-random.Random(seed).randrange(len(ring)))
+    tokens = torch.cat([torch.tensor(first, dtype=ring.dtype), turned[:body]])
+    starts, again = [], []
+    for step in range(1, STEPS + 1):
+        distance = min(step * length // STEPS, body - size)
+        start = len(first) + (body - size - distance) // 2
+        passage = turned[body + (step - 1) * spacing :][:size]
+        for at in (start, start + distance):
+            tokens[at : at + size] = passage
+        starts.append(start)
+        again.append(start + distance)
+    return Nested(tokens=tokens, size=size, first=starts, again=again)
+
+
+def measure_distances(
+    model: Any, texts: Sequence[Tokens], length: int, seeds: Sequence[int], first: tuple[int, ...], progress: Progress
+) -> list[Distance]:
+    """Copying by distance and the loss of text by position, each over all trials. The model must be stock."""
+    if length < SHORTEST:
+        raise ConfigError(f"the model has {length} positions, too few to measure", f"give one with {SHORTEST} or more")
+    sums = torch.zeros(3, STEPS, dtype=torch.float64)
+    counts = torch.zeros(STEPS, dtype=torch.float64)
+    for done, seed in enumerate(seeds):
+        progress(f"trial {done + 1} of {len(seeds)}", done, len(seeds))
+        trial = make_nested(texts, length, seed, first)
+        losses = torch.nn.functional.pad(token_nll(model, trial.tokens[None])[0].double().cpu(), (1, 0))
+        own = torch.ones(length, dtype=torch.bool)
+        own[0] = False
+        scored = trial.size * 7 // 8  # as in a copy test: the first tokens say which passage it is
+        for step, (start, again) in enumerate(zip(trial.first, trial.again, strict=True)):
+            for row, at in enumerate((start, again)):
+                sums[row, step] += losses[at + trial.size - scored : at + trial.size].mean() / len(seeds)
+                own[at : at + trial.size] = False
+        step_of = (torch.arange(length) * STEPS // length)[own]
+        sums[2].index_add_(0, step_of, losses[own])
+        counts += step_of.bincount(minlength=STEPS)
+    progress("done", len(seeds), len(seeds))
+    return [
+        Distance(
+            distance=(step + 1) * length // STEPS,
+            first=float(sums[0, step]),
+            again=float(sums[1, step]),
+            text=float(sums[2, step] / counts[step]),
+        )
+        for step in range(STEPS)
+    ]
+
+
+def averaged(distances: Sequence[Distance]) -> list[float]:
+    """Each share as the mean with its neighbours'; the first and the last stand in for the neighbour they lack."""
+    shares = [one.share for one in distances]
+    padded = [shares[0], *shares, shares[-1]]
+    return [sum(padded[i : i + 3]) / 3 for i in range(len(shares))]
+
+
+def effective_context(distances: Sequence[Distance]) -> int:
+    """The largest distance up to which the model copies from every one measured; 0 where it copies from none."""
+    near = takewhile(lambda pair: pair[1] <= AT_MOST, zip(distances, averaged(distances), strict=True))
+    return max((one.distance for one, _ in near), default=0)
+
+
+def pick(reach: int) -> dict[str, Any]:
+    """3D-RPE for a reach: a chunk of a tenth of it, as a power of two from 128 to 512; a window of half of it.
+
+    The defaults of `3d-rpe` have the same form, with 5/8 of the pretrained length as the reach.
+    """
+    chunk = min(512, max(128, 1 << (reach // 10).bit_length() - 1), reach // 4)
+    return {"chunk": chunk, "window": max(1, reach // 2 // chunk) * chunk, "reach": reach}

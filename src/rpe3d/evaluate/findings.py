@@ -1,0 +1,121 @@
+"""What a comparison found, in sentences made of its numbers alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rpe3d.evaluate.plots import short, smoothed
+
+Results = Mapping[str, Any]
+Row = Mapping[str, Any]
+STOCK = "rope"
+
+
+def findings(results: Results) -> list[str]:
+    """The headline first, then where stock RoPE breaks, what was retrieved, and what could not be measured."""
+    rows, pretrained = results["rows"], results["model"]["pretrained"]
+    measured = [row for row in rows if row["status"] == "ok"]
+    if not measured:
+        return ["Nothing could be measured.", *_unmeasured(rows)]
+    longest = max(row["length"] for row in measured)
+    at = [row for row in measured if row["length"] == longest]
+    times = longest / pretrained
+    where = f"At {short(longest)} tokens"
+    if times > 1:
+        where += f", {times:.3g} times its pretrained {short(pretrained)}"
+    said = [_reading(where, at), _breaking(at, pretrained), _retrieving(longest, at), _copying(longest, at)]
+    return [sentence for sentence in said if sentence] + _unmeasured(rows)
+
+
+def number(value: float) -> str:
+    """Four digits or so, as one would read them out."""
+    return f"{value:.2f}" if value < 100 else f"{value:.1f}" if value < 1000 else f"{value:,.0f}"
+
+
+def _reading(where: str, rows: list[Row]) -> str:
+    """Which law reads best, those that come next and stock; what reads alike in print is called alike."""
+    known = sorted((row for row in rows if row["ppl"] is not None), key=lambda row: row["ppl"])
+    if not known:
+        return f"{where}, perplexity was not measured."
+    lowest = number(known[0]["ppl"])
+    best = [row["law"] for row in known if number(row["ppl"]) == lowest]
+    if len(best) == len(known):
+        return f"{where}, {_listed(best)} {'has' if len(best) == 1 else 'have'} perplexity {lowest}."
+    said = f"{where}, {_listed(best)} {'has' if len(best) == 1 else 'have'} the lowest perplexity of {len(known)} laws"
+    others = [known[len(best)], *(row for row in known[len(best) + 1 :] if row["law"] == STOCK)]
+    then = " and ".join(f"{'stock RoPE' if row['law'] == STOCK else row['law']} {number(row['ppl'])}" for row in others)
+    return f"{said}, {lowest}; then {then}."
+
+
+def _breaking(rows: list[Row], pretrained: int) -> str:
+    """Where stock RoPE passes twice the perplexity of the best law for good; alone, twice that of its own beginning."""
+    known = sorted((row for row in rows if row["positions"]), key=lambda row: row["ppl"])
+    stock = next((row for row in known if row["law"] == STOCK), None)
+    if stock is None or stock["positions"][-1]["to"] <= pretrained:
+        return ""
+    buckets, curve = stock["positions"], smoothed(stock["positions"])
+    if known[0] is not stock:
+        level, whose = smoothed(known[0]["positions"]), f"that of {known[0]['law']}"
+    else:
+        early = [nll for bucket, nll in zip(buckets, curve, strict=True) if bucket["to"] <= pretrained]
+        level, whose = [sum(early) / len(early)] * len(curve), "what it is within the pretrained length"
+    doubled = [nll > other + math.log(2) for nll, other in zip(curve, level, strict=True)]
+    if not doubled[-1]:
+        return f"Stock RoPE does not break: at the end of the window its perplexity is within twice {whose}."
+    first = len(doubled) - next((i for i, over in enumerate(reversed(doubled)) if not over), len(doubled))
+    last = number(math.exp(curve[-1]))
+    return (
+        f"Stock RoPE breaks at about token {buckets[first]['from']:,}: from there on its perplexity is more than twice "
+        f"{whose}, and at the end it is {last}."
+    )
+
+
+def _retrieving(length: int, rows: list[Row]) -> str:
+    known = [row for row in rows if row["passkey_n"]]
+    known.sort(key=lambda row: -row["passkey"] / row["passkey_n"])
+    if not known:
+        return ""
+    if all(len(row["passkeys"]) == 1 for row in known):
+        return _answering(length, known)
+    said = _grouped((row["law"], f"{row['passkey']} of {row['passkey_n']}") for row in known)
+    return f"Passkeys found at {short(length)}: {said}."
+
+
+def _answering(length: int, rows: list[Row]) -> str:
+    """One passkey for each law: what they answer says more than a count."""
+    trial = rows[0]["passkeys"][0]
+    said = _grouped((row["law"], f"answers {row['passkeys'][0]['answer'].strip()!r}") for row in rows)
+    return f"Asked for the passkey {trial['key']}, about {(1 - trial['depth']) * length:,.0f} tokens back: {said}."
+
+
+def _copying(length: int, rows: list[Row]) -> str:
+    known = sorted((row for row in rows if row["copy_nll"] is not None), key=lambda row: row["copy_nll"])
+    said = _grouped((row["law"], f"{row['copy_nll']:.2f}") for row in known)
+    return f"Copying from the beginning to the end of {short(length)}, NLL per token: {said}." if known else ""
+
+
+def _grouped(pairs: Iterable[tuple[str, str]]) -> str:
+    """`a and b 9 of 10, c 8 of 10`: neighbours share a value. Of more than five values, the first three and stock's."""
+    groups: list[tuple[list[str], str]] = []
+    for name, value in pairs:
+        if groups and groups[-1][1] == value:
+            groups[-1][0].append(name)
+        else:
+            groups.append(([name], value))
+    rest = [] if len(groups) <= 5 else [([STOCK], value) for names, value in groups[3:] if STOCK in names]
+    groups = groups if len(groups) <= 5 else groups[:3] + rest
+    return ", ".join(f"{_listed(names)} {value}" for names, value in groups)
+
+
+def _listed(names: list[str]) -> str:
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+
+
+def _unmeasured(rows: list[Row]) -> list[str]:
+    why: dict[str, list[str]] = {}
+    for row in rows:
+        if row["status"] != "ok":
+            why.setdefault(row["status"], []).append(f"{row['law']} at {short(row['length'])}")
+    return [f"{status[0].upper()}{status[1:]}: {_listed(which)}." for status, which in why.items()]

@@ -1,0 +1,76 @@
+"""Colours of the plots and the page: a law's colour and dash belong to the law, never to its rank.
+
+Laws of one kind share a colour, or nearly, and differ in their dash. Colours differ in lightness as well as in hue, so
+that colour-blind readers can tell them apart, and each has a form for light pages and one for dark ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+
+class Colour(NamedTuple):
+    """A colour on white, and on black."""
+
+    light: str
+    dark: str
+
+
+class Style(NamedTuple):
+    """How a law's lines look wherever they are drawn."""
+
+    colour: Colour
+    dash: tuple[float, ...] = ()
+    width: float = 1.4
+
+
+INK = Colour("#1d1d1f", "#f0f0f2")
+SOFT = Colour("#6b6b70", "#a0a0a8")
+GRID = Colour("#e4e4e8", "#34343a")
+BAND = Colour("#eef2f6", "#22272e")
+HIT = Colour("#0b66a8", "#4fa8e8")
+MISS = Colour("#f6dccb", "#4a2a18")
+ON_HIT = Colour("#ffffff", "#0d1a26")
+ON_MISS = Colour("#8a3200", "#ffb58a")
+
+BLUE, SKY = Colour("#0a38e0", "#3b6ff0"), Colour("#0a92ea", "#97c1f7")
+ORANGE, BROWN = Colour("#ee5a02", "#e8401a"), Colour("#5c3f10", "#fabd3b")
+GREEN, PINK, GREY = Colour("#17695a", "#34ee94"), Colour("#a42392", "#d9369a"), Colour("#808086", "#909098")
+PURPLE, TEAL, OLIVE = Colour("#6f4bc0", "#b79cff"), Colour("#008b94", "#4fd6de"), Colour("#6d7d00", "#c3d24a")
+
+DASHED, DOTTED = (5.0, 2.0), (1.2, 1.6)
+STYLES = {
+    "rope": Style(INK),
+    "linear": Style(SKY),
+    "ntk": Style(BLUE, DASHED),
+    "dynamic": Style(BLUE, DOTTED),
+    "yarn": Style(BLUE),
+    "3d-rpe": Style(ORANGE, width=2.2),
+    "3d-rpe-definition": Style(ORANGE, DOTTED),
+    "3d-rpe-dual-chunk": Style(ORANGE, DASHED),
+    "dca": Style(BROWN),
+    "self-extend": Style(GREEN),
+    "rerope": Style(PINK),
+    "leaky-rerope": Style(PINK, DASHED),
+    "streaming-llm": Style(GREY, DASHED),
+}
+OTHERS = (Style(PURPLE, width=2.2), Style(TEAL, width=2.2), Style(OLIVE, width=2.2), Style(GREY))
+COLOURS = tuple(
+    dict.fromkeys(
+        [INK, SOFT, GRID, BAND, HIT, MISS, ON_HIT, ON_MISS] + [style.colour for style in (*STYLES.values(), *OTHERS)]
+    )
+)
+
+
+def styles(laws: Iterable[str]) -> dict[str, Style]:
+    """A style for every law; a law file's label takes one of its own, in the order in which labels were asked for."""
+    chosen, free = {}, list(OTHERS)
+    for law in laws:
+        chosen[law] = STYLES[law] if law in STYLES else free.pop(0) if len(free) > 1 else free[0]
+    return chosen
+
+
+def variable(colour: Colour) -> str:
+    """The name of a colour's CSS variable."""
+    return f"--c{COLOURS.index(colour)}"

@@ -1,0 +1,107 @@
+"""Texts to measure on: the user's files, or the language reference that ships with Python."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import hashlib
+import lzma
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rpe3d.config import ConfigError
+
+OPENERS: dict[str, Any] = {".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}
+PLAIN = "give a UTF-8 text file, plain or as .xz, .gz or .bz2"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """A text by its name."""
+
+    name: str
+    content: str
+
+    @property
+    def sha256(self) -> str:
+        """Of the text itself, so that a compressed copy counts as the same."""
+        return hashlib.sha256(self.content.encode()).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """A text as a model reads it, without special tokens."""
+
+    name: str
+    ids: Tensor
+
+
+def default_texts() -> list[Text]:
+    """Python's language reference (`pydoc_data.topics`): long English prose on every machine."""
+    from pydoc_data.topics import topics
+
+    return [Text(name="python-topics", content="\n\n".join(topics[name] for name in sorted(topics)))]
+
+
+def read_texts(paths: Sequence[Path]) -> list[Text]:
+    """The files as texts; without any, the default. What is no text is refused."""
+    return [_read(path) for path in paths] or default_texts()
+
+
+def _read(path: Path) -> Text:
+    try:
+        with OPENERS.get(path.suffix.lower(), open)(path, "rb") as file:
+            raw = file.read()
+    except (lzma.LZMAError, EOFError, gzip.BadGzipFile) as error:
+        raise ConfigError(f"{path} is not a whole {path.suffix} file ({error})", "copy it again") from None
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}", PLAIN) from None
+    try:
+        content = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text (byte {error.start} is {raw[error.start]:#04x})", PLAIN) from None
+    if "\0" in content:
+        raise ConfigError(f"{path} is a binary file, not a text", PLAIN)
+    if not content.strip():
+        raise ConfigError(f"{path} is empty", PLAIN)
+    return Text(name=path.name, content=content)
+
+
+def check_bytes(texts: Sequence[Text], lengths: Sequence[int]) -> None:
+    """Refuse, without a tokenizer, lengths that no text can have: a token is a byte or more."""
+    _check_longest([(text.name, len(text.content.encode())) for text in texts], lengths, "bytes")
+
+
+def check_tokens(texts: Sequence[Tokens], lengths: Sequence[int]) -> None:
+    """Refuse lengths that no text has."""
+    _check_longest([(text.name, len(text.ids)) for text in texts], lengths, "tokens")
+
+
+def _check_longest(sizes: list[tuple[str, int]], lengths: Sequence[int], unit: str) -> None:
+    name, most = max(sizes, key=lambda size: size[1])
+    if most < max(lengths):
+        raise ConfigError(
+            f"no text is as long as a window of {max(lengths)} tokens: the longest, {name}, has {most} {unit}",
+            "give longer files with --texts, or lower --lengths",
+        )
+
+
+def tokenize(tokenizer: Any, text: Text) -> Tokens:
+    """The whole text as tokens."""
+    return Tokens(name=text.name, ids=torch.tensor(encode(tokenizer, text.content)))
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """The tokens of `text` alone. Not verbose: a tokenizer would warn of what is longer than the pretrained length."""
+    return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+
+
+def opening(tokenizer: Any) -> tuple[int, ...]:
+    """What the tokenizer puts in front of a text by default: its BOS token, or nothing."""
+    first = tokenizer("a").input_ids[0]
+    return (first,) if first == tokenizer.bos_token_id else ()

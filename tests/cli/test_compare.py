@@ -1,0 +1,216 @@
+"""`rpe3d compare`: what goes where, what is refused, and what an interruption leaves (issue: nothing is lost)."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib import import_module
+
+import pytest
+import torch
+
+import rpe3d
+import tiny_lm
+from rpe3d.cli import main
+from rpe3d.cli.arguments import GivenLaw, law, laws
+from rpe3d.config import ConfigError
+
+SMALL = ("--lengths", "256,512", "--windows", "1", "--copies", "1", "--passkeys", "1", "--device", "cpu")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Tiny models gain nothing from a second thread, and lose much where other tests run beside them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_lm.save(tmp_path_factory.mktemp("compare") / "model")
+
+
+def run(*argv):
+    return main(["compare", *map(str, argv)])
+
+
+def fails(capsys, *argv):
+    code = run(*argv)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    problem, hint = captured.err.splitlines()[-2:]
+    return code, problem.removeprefix("error: "), hint.removeprefix("hint: ")
+
+
+def test_the_table_is_data_and_the_rest_is_not(folder, tmp_path, capsys):
+    file = tmp_path / "r.json"
+    assert run(folder, "--laws", "rope,3d-rpe:chunk=8,window=16,reach=64", *SMALL, "--json", file) == 0
+    captured = capsys.readouterr()
+    assert captured.err.splitlines()[-1] == f"wrote {file}"
+    assert "\x1b" not in captured.out
+    results = json.loads(file.read_text())
+    assert (results["schema"], results["kind"]) == (1, "compare")
+    assert set(results) == {"schema", "kind", "command", "model", "versions", "settings", "texts", "rows"}
+    assert results["model"]["name"] == str(folder)
+    assert results["model"]["pretrained"] == 256
+    assert results["texts"][0]["name"] == "python-topics"
+    words = captured.out.split()
+    for row in results["rows"]:
+        assert row["status"] == "ok"
+        assert f"{row['copy_nll']:.2f}" in words
+    assert results["rows"][3]["parameters"] == {"chunk": 8, "window": 16, "reach": 64}
+    assert [p.name for p in tmp_path.iterdir()] == ["r.json"]
+
+
+def test_an_interrupted_run_leaves_a_valid_file_and_the_same_command_goes_on(folder, tmp_path, capsys, monkeypatch):
+    compare = import_module("rpe3d.evaluate.compare")
+    measure, measured = compare.measure_row, []
+
+    def third_time_interrupted(bench, entry, length, law):
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        measured.append((entry.label, length))
+        return measure(bench, entry, length, law)
+
+    monkeypatch.setattr(compare, "measure_row", third_time_interrupted)
+    file = tmp_path / "r.json"
+    command = (folder, "--laws", "rope,dca", *SMALL, "--json", file)
+    assert run(*command) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "interrupted"
+    left = json.loads(file.read_text())
+    assert [(r["law"], r["length"]) for r in left["rows"]] == measured == [("rope", 256), ("rope", 512)]
+    assert [p.name for p in tmp_path.iterdir()] == ["r.json"]
+    measured[:] = []
+    assert run(*command) == 0
+    assert measured == [("dca", 256), ("dca", 512)]
+    whole = json.loads(file.read_text())
+    assert whole["rows"][:2] == left["rows"]
+    assert [r["law"] for r in whole["rows"]] == ["rope", "rope", "dca", "dca"]
+
+
+def test_results_of_other_settings_are_refused_or_replaced_when_asked(folder, tmp_path, capsys):
+    file = tmp_path / "r.json"
+    command = (folder, "--laws", "rope", *SMALL, "--measures", "ppl", "--json", file)
+    assert run(*command) == 0
+    capsys.readouterr()
+    before = file.read_text()
+    code, problem, hint = fails(capsys, *command, "--seed", "1")
+    assert (code, problem) == (1, f"{file} holds results of other settings")
+    assert "--overwrite" in hint
+    assert file.read_text() == before
+    assert run(*command, "--seed", "1", "--overwrite") == 0
+    assert json.loads(file.read_text())["settings"]["seed"] == 1
+
+
+def test_a_second_run_on_the_same_file_is_refused(folder, tmp_path, capsys):
+    from rpe3d.evaluate.results import locked
+
+    with locked(tmp_path / "r.json"):
+        code, problem, _ = fails(capsys, folder, "--laws", "rope", *SMALL, "--json", tmp_path / "r.json")
+    assert (code, problem) == (1, f"another run is writing to {tmp_path / 'r.json'}")
+
+
+def test_a_text_too_short_for_some_windows_is_named(folder, tmp_path, capsys):
+    for name, n in (("short.txt", 300), ("long.txt", 2000)):
+        (tmp_path / name).write_text("abcde " * (n // 6))
+    argv = ("--measures", "ppl", "--windows", "2", "--lengths", "256,512", "--device", "cpu")
+    texts = (tmp_path / "short.txt", tmp_path / "long.txt")
+    assert run(folder, "--laws", "rope", *argv, "--json", tmp_path / "r.json", "--texts", *texts) == 0
+    assert "note: short.txt has 300 tokens, so longer windows are of other texts" in capsys.readouterr().err
+    rows = json.loads((tmp_path / "r.json").read_text())["rows"]
+    assert [[w["text"] for w in row["windows"]] for row in rows] == [
+        ["short.txt", "long.txt"],
+        ["long.txt", "long.txt"],
+    ]
+
+
+def test_the_report_lies_beside_its_results(folder, tmp_path, capsys, monkeypatch):
+    from rpe3d.evaluate import report
+
+    monkeypatch.setattr(report, "write_report", lambda results, place: [place / f"{len(results['rows'])}.html"])
+    out = tmp_path / "new" / "report"
+    assert run(folder, "--laws", "rope", *SMALL, "--measures", "ppl", "--report", out) == 0
+    assert capsys.readouterr().err.splitlines()[-1] == f"wrote {out / 'compare.json'}, {out / '2.html'}"
+    assert json.loads((out / "compare.json").read_text())["kind"] == "compare"
+
+
+@pytest.mark.parametrize(
+    ("argv", "problem"),
+    [
+        (["--laws", "ropes"], "law 'ropes' is not known"),
+        (["--laws", "yarn:chunk=8"], "law 'yarn' has no parameter 'chunk'"),
+        (["--laws", "3d-rpe:chunk"], "'chunk' in '3d-rpe:chunk' has no value"),
+        (["--laws", "none.json"], "cannot read the law file none.json: No such file or directory"),
+        (["--lengths", "255"], "length is 255, outside [256, 2147483648]"),
+        (["--lengths", "1M"], "no text is as long as a window of 1048576 tokens: the longest, python-topics, has"),
+        (["--measures", "speed"], "measure 'speed' is not known"),
+        (["--protocol", "press"], "protocol 'press' is not known"),
+        (["--texts", "none.txt"], "cannot read none.txt: No such file or directory"),
+        (["--json", "none/r.json"], "there is no folder"),
+    ],
+)
+def test_bad_input_is_refused_before_the_model_is_looked_for(capsys, argv, problem):
+    code, said, hint = fails(capsys, "/nowhere/at/all", *argv)
+    assert code == 1
+    assert said.startswith(problem)
+    assert hint
+
+
+def test_a_model_that_is_not_there_is_said_after_everything_else(capsys):
+    assert fails(capsys, "/nowhere/at/all")[:2] == (1, "there is no file or folder /nowhere/at/all")
+
+
+def test_a_file_that_is_no_results_file_is_kept(folder, tmp_path, capsys):
+    (tmp_path / "mine").write_text("mine")
+    for extra in ([], ["--overwrite"]):
+        code, problem, _ = fails(capsys, folder, *SMALL, "--json", tmp_path / "mine", *extra)
+        assert (code, problem) == (1, f"{tmp_path / 'mine'} is there and holds no results of `rpe3d compare`")
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
+@pytest.mark.parametrize("argv", [["--lengths", "8q"], ["--windows", "x"], ["--dtype", "int8"], ["--lengths", ""]])
+def test_wrong_usage_exits_with_2_without_torch(capsys, argv):
+    assert fails(capsys, "default", *argv)[0] == 2
+
+
+def test_laws_are_names_names_with_parameters_and_files(tmp_path):
+    file = tmp_path / "mine.json"
+    made = rpe3d.make_law("3d-rpe", pretrained=256, context=1024, head_dim=16, reach=128)
+    file.write_text(json.dumps({**made.to_dict(), "measured": {"anything": 1}}))
+    given = "rope, 3d-rpe:chunk=1k,window=2560,yarn,yarn:beta_fast=16.5,3d-rpe-definition:interpolate=true"
+    assert laws(f"{given},{file}") == [
+        GivenLaw(label="rope", name="rope", parameters={}),
+        GivenLaw(label="3d-rpe:chunk=1k,window=2560", name="3d-rpe", parameters={"chunk": 1024, "window": 2560}),
+        GivenLaw(label="yarn", name="yarn", parameters={}),
+        GivenLaw(label="yarn:beta_fast=16.5", name="yarn", parameters={"beta_fast": 16.5}),
+        GivenLaw(
+            label="3d-rpe-definition:interpolate=true", name="3d-rpe-definition", parameters={"interpolate": True}
+        ),
+        GivenLaw(
+            label="mine", name="3d-rpe", parameters={"chunk": 16, "window": 80, "reach": 128}, pretrained=256
+        ),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"name": "rope"}', '{"name": 1, "pretrained": 2}'])
+def test_a_file_that_is_no_law_is_refused(tmp_path, text):
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(ConfigError, match="is not a law file: give a file that `rpe3d tune` wrote"):
+        law(str(tmp_path / "x.json"))
+
+
+def test_a_law_file_of_another_model_is_refused(folder, tmp_path, capsys):
+    made = rpe3d.make_law("3d-rpe", pretrained=128, context=1024, head_dim=16)
+    (tmp_path / "x.json").write_text(made.json)
+    code, problem, hint = fails(capsys, folder, "--laws", tmp_path / "x.json", *SMALL)
+    assert (code, problem) == (1, "x was made for a model of 128 positions, and this one has 256")
+    assert "rpe3d tune" in hint
+
+
+@pytest.mark.parametrize("module", ["rich", "transformers"])
+def test_a_missing_extra_says_how_to_install_it(capsys, monkeypatch, module):
+    monkeypatch.setitem(sys.modules, module, None)
+    code, problem, _ = fails(capsys, "default")
+    assert (code, problem) == (1, f"{module} is not installed")

@@ -1,0 +1,121 @@
+"""`rpe3d tune`: what it says, the law file it writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import rpe3d
+import tiny_lm
+from rpe3d.cli import main
+from rpe3d.cli.arguments import law
+from rpe3d.evaluate import effective
+from rpe3d.evaluate.effective import Distance
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Tiny models gain nothing from a second thread, and lose much where other tests run beside them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_lm.save(tmp_path_factory.mktemp("tune") / "model")
+
+
+def run(*argv):
+    return main(["tune", *map(str, argv)])
+
+
+def fails(capsys, *argv):
+    code = run(*argv)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    problem, hint = captured.err.splitlines()[-2:]
+    return code, problem.removeprefix("error: "), hint.removeprefix("hint: ")
+
+
+def copies_up_to(reach):
+    """A measurement in which repetitions cost nothing up to a distance, and everything beyond."""
+    steps = [32 * i for i in range(1, 9)]
+    return lambda *_: [Distance(distance=d, first=2.0, again=0.1 if d <= reach else 2.0, text=2.5) for d in steps]
+
+
+def test_the_law_file_holds_the_choice_and_its_evidence(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(effective, "measure_distances", copies_up_to(160))
+    out = tmp_path / "law.json"
+    assert run(folder, "--context", "1k", "--out", out, "--seed", "3", "--trials", "2", "--device", "cpu") == 0
+    captured = capsys.readouterr()
+    content = json.loads(out.read_text())
+    measured = content.pop("measured")
+    made = rpe3d.make_law(**content)
+    assert (made.name, made.pretrained, made.context) == ("3d-rpe", 256, 1024)
+    assert (made.chunk, made.window, made.reach) == (40, 80, 160)
+    assert (measured["effective"], measured["seeds"]) == (160, [3, 4])
+    assert measured["model"]["name"] == str(folder)
+    assert measured["distances"][0] == {"distance": 32, "first": 2.0, "again": 0.1, "text": 2.5}
+    assert "copies from up to 160 of its 256 positions" in captured.out
+    assert "reach 160" in captured.out
+    assert captured.err.splitlines()[-1].startswith(f"wrote {out}")
+    given = law(str(out))
+    assert (given.label, given.name, given.pretrained) == ("law", "3d-rpe", 256)
+    assert given.parameters == {"chunk": 40, "window": 80, "reach": 160}
+
+
+def test_compare_takes_the_law_file(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(effective, "measure_distances", copies_up_to(128))
+    out = tmp_path / "mine.json"
+    assert run(folder, "--context", "1k", "--out", out, "--device", "cpu") == 0
+    argv = ["--lengths", "512", "--windows", "1", "--measures", "ppl", "--device", "cpu"]
+    file = tmp_path / "r.json"
+    assert main(["compare", str(folder), "--laws", f"3d-rpe,{out}", *argv, "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["law"] for row in rows] == ["3d-rpe", "mine"]
+    assert rows[1]["parameters"] == {"chunk": 32, "window": 64, "reach": 128}
+
+
+def test_a_model_that_copies_nothing_gets_the_rule_of_thumb_and_is_told_so(folder, tmp_path, capsys):
+    """Random weights, measured for real."""
+    out = tmp_path / "law.json"
+    assert run(folder, "--context", "1k", "--out", out, "--trials", "1", "--device", "cpu") == 0
+    assert "the rule of thumb stands" in capsys.readouterr().out
+    content = json.loads(out.read_text())
+    assert content.pop("measured")["effective"] == 0
+    assert (content["chunk"], content["window"], content["reach"]) == (16, 80, 160)
+
+
+def test_a_law_file_is_replaced_only_when_asked(folder, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "law.json"
+    out.write_text("mine")
+    code, problem, hint = fails(capsys, folder, "--context", "1k", "--out", out)
+    assert (code, problem, hint) == (1, f"{out} is there already", "give --out another name, or --overwrite")
+    assert out.read_text() == "mine"
+    monkeypatch.setattr(effective, "measure_distances", copies_up_to(160))
+    assert run(folder, "--context", "1k", "--out", out, "--overwrite", "--device", "cpu") == 0
+    assert json.loads(out.read_text())["reach"] == 160
+
+
+@pytest.mark.parametrize(
+    ("argv", "problem"),
+    [
+        (["--context", "1k", "--out", "law"], "the law file law is not called .json"),
+        (["--context", "1k", "--out", "none/law.json"], "there is no folder none"),
+        (["--context", "1k", "--trials", "0"], "trials is 0, outside [1, 2147483648]"),
+        (["--context", "1k", "--texts", "none.txt"], "cannot read none.txt: No such file or directory"),
+    ],
+)
+def test_bad_input_is_refused_before_the_model_is_looked_for(capsys, argv, problem):
+    code, said, _ = fails(capsys, "/nowhere/at/all", *argv)
+    assert (code, said) == (1, problem)
+
+
+def test_a_context_below_the_pretrained_length_is_refused_before_measuring(folder, tmp_path, capsys):
+    code, problem, _ = fails(capsys, folder, "--context", "128", "--out", tmp_path / "law.json", "--device", "cpu")
+    assert (code, problem) == (1, "context is 128, below the pretrained length 256")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,114 @@
+"""The effective context: found where it is, and turned into a law by a stated rule."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import rpe3d
+from rpe3d.config import ConfigError
+from rpe3d.evaluate import Tokens, effective
+from rpe3d.evaluate.effective import Distance, averaged, effective_context, make_nested, measure_distances, pick
+
+TEXT = [Tokens(name="a", ids=torch.arange(1, 6000)), Tokens(name="b", ids=torch.arange(6000, 9000))]
+
+
+def quiet(what, done, total):
+    pass
+
+
+@pytest.mark.parametrize("first", [(), (0,)])
+def test_passages_are_nested_and_repeated_once_at_their_distances(first):
+    trial = make_nested(TEXT, 2048, seed=1, first=first)
+    assert len(trial.tokens) == 2048
+    assert tuple(trial.tokens[: len(first)].tolist()) == first
+    distances = [again - start for start, again in zip(trial.first, trial.again, strict=True)]
+    assert distances == [256 * i for i in range(1, 8)] + [2048 - 64 - len(first)]
+    covered = torch.zeros(2048, dtype=torch.int64)
+    for start, again in zip(trial.first, trial.again, strict=True):
+        assert torch.equal(trial.tokens[start : start + 64], trial.tokens[again : again + 64])
+        for at in (start, again):
+            covered[at : at + 64] += 1
+    assert covered.max() == 1  # no passage lies on another
+    assert len(trial.tokens.unique()) == 2048 - 8 * 64  # and nothing else is there twice
+    assert not torch.equal(trial.tokens, make_nested(TEXT, 2048, seed=2, first=first).tokens)
+
+
+@pytest.mark.parametrize(("memory", "found"), [(3000, 2048), (1300, 1280), (1100, 1024), (300, 256), (0, 0)])
+def test_a_reader_with_a_known_memory_has_that_effective_context(monkeypatch, memory, found):
+    """A stand-in that knows a token again if it met it at most `memory` tokens ago."""
+
+    def remembers(model, tokens):
+        (row,) = tokens.tolist()
+        met, losses = {}, []
+        for at, token in enumerate(row):
+            losses.append(0.5 if at - met.get(token, -10_000) <= memory else 4.0)
+            met[token] = at
+        return torch.tensor([losses[1:]])
+
+    monkeypatch.setattr(effective, "token_nll", remembers)
+    distances = measure_distances(None, TEXT, 2048, [0, 1], (), quiet)
+    assert [one.distance for one in distances] == [256 * i for i in range(1, 9)]
+    assert {one.first for one in distances} == {one.text for one in distances} == {4.0}
+    assert [one.again for one in distances] == [0.5 if min(one.distance, 1984) <= memory else 4.0 for one in distances]
+    assert effective_context(distances) == found
+
+
+def test_losses_are_the_models_own(model):
+    text = [Tokens(name="a", ids=torch.randint(1, 257, (1000,), generator=torch.Generator().manual_seed(0)))]
+    trial = make_nested(text, 256, seed=0)
+    with torch.no_grad():
+        logits = model(trial.tokens[None]).logits[0]
+    losses = torch.nn.functional.cross_entropy(logits[:-1], trial.tokens[1:], reduction="none")
+    (*_, last) = measure_distances(model, text, 256, [0], (), quiet)
+    start, again = trial.first[-1], trial.again[-1]
+    assert last.first == pytest.approx(losses[start : start + 7].mean().item(), rel=1e-4)
+    assert last.again == pytest.approx(losses[again : again + 7].mean().item(), rel=1e-4)
+
+
+def shares(*values):
+    return [Distance(distance=1024 * i, first=2.0, again=2.0 * v, text=2.0) for i, v in enumerate(values, 1)]
+
+
+def test_a_share_is_averaged_with_its_neighbours():
+    assert averaged(shares(0.1, 0.7, 0.4, 1.0)) == pytest.approx([0.3, 0.4, 0.7, 0.8])
+
+
+@pytest.mark.parametrize(
+    ("measured", "found"),
+    [
+        ([0.12, 0.16, 0.27, 0.28, 0.62, 0.33, 0.76, 0.94], 5120),  # the default model, Python's language reference
+        ([0.2] * 8, 8192),
+        ([0.5] * 8, 8192),
+        ([0.51] * 8, 0),
+        ([0.9] * 8, 0),
+        ([0.1, 0.1, 0.9, 0.9, 0.1, 0.1, 0.1, 0.1], 2048),  # what comes after a failure does not count
+    ],
+)
+def test_the_effective_context_ends_at_the_first_failure(measured, found):
+    assert effective_context(shares(*measured)) == found
+
+
+@pytest.mark.parametrize(
+    ("reach", "chunk", "window"),
+    [(5120, 512, 2560), (2048, 128, 1024), (4096, 256, 2048), (131072, 512, 65536), (1024, 128, 512), (64, 16, 32)],
+)
+def test_chunk_and_window_follow_from_the_reach(reach, chunk, window):
+    assert pick(reach) == {"chunk": chunk, "window": window, "reach": reach}
+    rpe3d.make_law("3d-rpe", pretrained=reach, context=8 * reach, head_dim=64, **pick(reach))
+
+
+@pytest.mark.parametrize("pretrained", [2048, 4096, 8192, 32768])
+def test_the_rule_agrees_in_form_with_the_defaults_of_3d_rpe(pretrained):
+    """The default takes 5/8 of the pretrained length for the effective context; chunks are then 1/10, windows 1/2."""
+    law = rpe3d.make_law("3d-rpe", pretrained=pretrained, context=8 * pretrained, head_dim=64)
+    chosen = pick(law.reach)
+    assert chosen["window"] == pytest.approx(law.window, rel=0.1)
+    assert chosen["chunk"] in (min(512, law.chunk), law.chunk // 2) or chosen["chunk"] == 128
+
+
+def test_too_little_text_or_too_few_positions_are_refused():
+    with pytest.raises(ConfigError, match="the texts have 8999 tokens, and measuring 8192 positions takes 10240"):
+        make_nested(TEXT, 8192, seed=0)
+    with pytest.raises(ConfigError, match="the model has 128 positions, too few to measure"):
+        measure_distances(None, TEXT, 128, [0], (), quiet)

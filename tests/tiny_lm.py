@@ -1,0 +1,47 @@
+"""A tiny language model with a tokenizer, on disk, for tests that go the whole way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+}
+
+
+def tokenizer(bos: bool = False) -> Any:
+    """One token a byte, and a BOS token that is put in front by default if asked for."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<s>": 0} | {letter: i for i, letter in enumerate(letters, 1)}
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    if bos:
+        made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>")
+
+
+def model() -> Any:
+    """A Llama of two layers and 256 positions, always the same."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=257, **SIZES)).eval()
+
+
+def save(folder: Path, bos: bool = False) -> Path:
+    """Both as a Hugging Face folder."""
+    model().save_pretrained(folder)
+    tokenizer(bos).save_pretrained(folder)
+    return folder
