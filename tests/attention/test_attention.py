@@ -19,6 +19,8 @@ CHUNKY = {
     "rerope": {"window": 9},
     "leaky-rerope": {"window": 9, "slope": 0.05},
     "streaming-llm": {"window": 11, "sinks": 3},
+    "string": {"pretrained": 64, "context": 64, "shift": 20, "local": 5},
+    "dpe": {"window": 12, "scales": (3, 16, 1, 40)},
 }
 
 
@@ -96,7 +98,9 @@ def test_blocked_attention_is_as_exact_as_plain_attention(name, dtype):
 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 15, 16, 17, 23, 24, 25, 32, 33, 64, 65, 100])
-@pytest.mark.parametrize("name", ["3d-rpe", "dca", "self-extend", "streaming-llm", "3d-rpe-dual-chunk"])
+@pytest.mark.parametrize(
+    "name", ["3d-rpe", "dca", "self-extend", "streaming-llm", "3d-rpe-dual-chunk", "string", "dpe"]
+)
 def test_blocked_attention_holds_at_every_alignment(name, length, poisoned):
     """Length 1, one chunk, one more, and every place where a window or a block can end."""
     law = law_for(name)
@@ -119,8 +123,9 @@ def test_heads_and_dimensions_of_real_models(heads, groups, head_dim):
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rotary_dim", [8, 16])
-def test_partial_and_interleaved_rotary(interleaved, rotary_dim):
-    law = law_for("3d-rpe", rotary_dim=rotary_dim, interleaved=interleaved)
+@pytest.mark.parametrize("name", ["3d-rpe", "dpe"])
+def test_partial_and_interleaved_rotary(name, interleaved, rotary_dim):
+    law = law_for(name, rotary_dim=rotary_dim, interleaved=interleaved)
     q, k, v = vectors(dtype=torch.float64)
     out, _ = attention(q, k, v, law, impl="blocked")
     torch.testing.assert_close(out, specification(q, k, v, law)[0], rtol=0, atol=1e-12)
@@ -223,7 +228,7 @@ def test_a_row_that_sees_nothing_is_zeros(impl):
     assert out[:, :, 2:].abs().min() > 0
 
 
-@pytest.mark.parametrize("name", ["3d-rpe", "rope", "self-extend"])
+@pytest.mark.parametrize("name", ["3d-rpe", "rope", "self-extend", "dpe"])
 def test_positions_with_gaps_are_exact_too(name):
     """As PoSE trains: no schedule fits, so dense tiles do, in linear memory."""
     law = law_for(name)
@@ -289,7 +294,7 @@ def test_bounded_attention_on_short_inputs_is_the_library_s_own(length):
     assert torch.equal(out, expected)
 
 
-@pytest.mark.parametrize("name", ["rope", "3d-rpe", "self-extend"])
+@pytest.mark.parametrize("name", ["rope", "3d-rpe", "self-extend", "dpe"])
 def test_inference_compiles_to_one_graph_and_the_same_bits(name):
     """torch.compile(fullgraph=True): a prefill, and decoding steps with positions as tensors."""
     law = law_for(name)
@@ -356,3 +361,10 @@ def test_wrong_input_is_one_clear_sentence(wrong, message):
     with pytest.raises(ConfigError, match=message) as caught:
         attention(**given)
     assert "\n" not in str(caught.value)
+
+
+def test_vectors_that_are_scattered_in_memory_are_read_right():
+    law = make_law("3d-rpe", pretrained=64, context=512, head_dim=16, chunk=8, window=16, reach=32)
+    q, k, v = (torch.randn(1, 2, 16, 100).mT for _ in range(3))
+    ours, truth = (attention(q, k, v, law, turned=True, impl=impl)[0] for impl in ("blocked", "reference"))
+    torch.testing.assert_close(ours, truth)

@@ -1,4 +1,4 @@
-"""The decode kernel against the specification in float64: every law it takes, every shape of a decoding step."""
+"""The decoding step against the specification in float64: every law and shape, by the kernel and in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -14,14 +14,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rpe3d import make_law
-from rpe3d.attention import decode, reference
+from rpe3d.attention import decode, decode_plain, explain, reference
 from rpe3d.attention.contract import check
 from rpe3d.rotation import cos_sin, rotate
 
-pytestmark = [
-    pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed"),
-    pytest.mark.usefixtures("poisoned"),
-]
+pytestmark = pytest.mark.usefixtures("poisoned")
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
 # Small enough that 200 keys hold several chunks and every region.
 LAWS = {
@@ -105,27 +103,35 @@ def assert_as_good(x, out, lse):
         assert error <= 2 * (eager_error + rounding), f"{error:.3g} > 2 ({eager_error:.3g} + {rounding:.3g})"
 
 
-def run(x, splits=None):
-    """The kernel, in one part, in several of a tile or more, or as it chooses."""
-    assert decode.supports(x) is None
-    if splits is None:
-        return decode.attend(x)
+def by_kernel(x, splits=None):
+    """In one part, in several of a tile or more, or as it chooses."""
     from rpe3d.attention import decode_kernel
 
-    least = {} if splits == 1 else {"least_tiles": 1}
-    step = decode_kernel.Step(x, decode.plan(x.law), decode.table(x.law, x.q.device), splits=splits, **least)
+    options = {} if splits is None else {"splits": splits}
+    options |= {} if splits in (None, 1) else {"least_tiles": 1}
+    step = decode_kernel.Step(x, decode.plan(x.law), decode.table(x.law, x.q.device), **options)
     return step(x.q, x.k, x.v, x.sinks)
+
+
+def by_products(x, splits=None):
+    return decode_plain.Step(x)(x.q, x.k, x.v, x.sinks)
+
+
+@pytest.fixture(params=[pytest.param(by_kernel, marks=needs_triton), by_products], ids=["kernel", "plain"])
+def run(request):
+    """A decoding step, by each of its implementations; what is split is the kernel's matter."""
+    return request.param
 
 
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("name", ["rope", *CHUNKED, "streaming-llm"])
-def test_one_query_sees_its_cache_as_the_law_says(name, splits, device):
+def test_one_query_sees_its_cache_as_the_law_says(name, splits, device, run):
     x = problem(law_for(name), device)
     assert_as_good(x, *run(x, splits))
 
 
 @pytest.mark.parametrize("name", ["linear", "ntk", "dynamic", "yarn"])
-def test_laws_that_change_frequencies_alone_are_plain_attention(name, device):
+def test_laws_that_change_frequencies_alone_are_plain_attention(name, device, run):
     x = problem(law_for(name), device)
     assert decode.plan(x.law).turning == (False,)
     assert_as_good(x, *run(x))
@@ -133,20 +139,20 @@ def test_laws_that_change_frequencies_alone_are_plain_attention(name, device):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", ["rope", *CHUNKED, "streaming-llm"])
-def test_half_types_are_as_good_as_eager(name, dtype, device):
+def test_half_types_are_as_good_as_eager(name, dtype, device, run):
     x = problem(law_for(name), device, dtype=dtype)
     assert_as_good(x, *run(x, 2))
 
 
 @pytest.mark.parametrize("s", [1, 2, 15, 16, 17, 31, 48, 49, 65])
-def test_any_length_around_chunk_and_window(s, device):
+def test_any_length_around_chunk_and_window(s, device, run):
     x = problem(law_for("3d-rpe"), device, s=s)
     assert_as_good(x, *run(x))
 
 
 @pytest.mark.parametrize("t", [2, 5, 16])
 @pytest.mark.parametrize("name", ["rope", "3d-rpe", "dca", "streaming-llm"])
-def test_several_queries_may_stand_in_different_chunks(name, t, device):
+def test_several_queries_may_stand_in_different_chunks(name, t, device, run):
     """Rows of one tile then see the same key chunk in different regions."""
     x = problem(law_for(name), device, t=t, s=162)
     assert_as_good(x, *run(x, 2))
@@ -155,7 +161,7 @@ def test_several_queries_may_stand_in_different_chunks(name, t, device):
 @pytest.mark.parametrize(
     ("h", "g", "d", "t"), [(2, 2, 128, 1), (3, 1, 80, 2), (8, 1, 96, 1), (2, 1, 256, 1), (8, 1, 64, 12)]
 )
-def test_any_group_of_heads_and_head_dimension(h, g, d, t, device):
+def test_any_group_of_heads_and_head_dimension(h, g, d, t, device, run):
     """Up to more rows than one tile holds (8 heads x 12 queries)."""
     x = problem(law_for("3d-rpe", head_dim=d), device, h=h, g=g, t=t, s=100)
     assert_as_good(x, *run(x, 2))
@@ -163,14 +169,14 @@ def test_any_group_of_heads_and_head_dimension(h, g, d, t, device):
 
 @pytest.mark.parametrize("model", [{"rotary_dim": 32}, {"interleaved": True}, {"interleaved": True, "rotary_dim": 48}])
 @pytest.mark.parametrize("name", ["3d-rpe", "3d-rpe-definition"])
-def test_pairs_are_the_model_s_own(name, model, device):
+def test_pairs_are_the_model_s_own(name, model, device, run):
     x = problem(law_for(name, **model), device, s=120)
     assert_as_good(x, *run(x, 1))
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", ["rope", "3d-rpe", "dca", "streaming-llm"])
-def test_every_sequence_has_its_own_padding(name, side, device):
+def test_every_sequence_has_its_own_padding(name, side, device, run):
     """Positions as Hugging Face derives them from the mask; on the left they start where the padding ends."""
     s, t, lengths = 130, 3, torch.tensor([130, 77, 20])
     index = torch.arange(s)
@@ -186,7 +192,7 @@ def test_every_sequence_has_its_own_padding(name, side, device):
     assert_as_good(x, *run(x, 2))
 
 
-def test_padding_may_be_longer_than_a_block_of_the_mask(device):
+def test_padding_may_be_longer_than_a_block_of_the_mask(device, run):
     s, pad = 4200, 4150
     mask = torch.arange(s)[None] >= pad
     keys = (torch.arange(s)[None] - pad).clamp(min=0)
@@ -194,7 +200,7 @@ def test_padding_may_be_longer_than_a_block_of_the_mask(device):
     assert_as_good(x, *run(x))
 
 
-def test_padded_queries_see_nothing(device):
+def test_padded_queries_see_nothing(device, run):
     mask = torch.tensor([[True, True, True], [False, False, True]])
     x = problem(law_for("3d-rpe"), device, b=2, t=3, s=70, query_mask=mask)
     out, lse = run(x)
@@ -204,7 +210,7 @@ def test_padded_queries_see_nothing(device):
 
 
 @pytest.mark.parametrize("name", ["rope", "3d-rpe", "streaming-llm"])
-def test_a_cache_may_be_longer_than_its_tokens(name, device):
+def test_a_cache_may_be_longer_than_its_tokens(name, device, run):
     """A static cache: each sequence is as long as its query says, and nothing beyond is looked at."""
     used = torch.tensor([[37], [150]])
     x = problem(law_for(name), device, b=2, s=256, queries=used - 1)
@@ -214,7 +220,7 @@ def test_a_cache_may_be_longer_than_its_tokens(name, device):
 
 
 @pytest.mark.parametrize("splits", [1, 3])
-def test_sinks_softcap_and_scale_take_part(splits, device):
+def test_sinks_softcap_and_scale_take_part(splits, device, run):
     x = problem(law_for("3d-rpe"), device, t=2, scale=0.3, softcap=4.0, sinks=torch.linspace(-5, 20, 6))
     out, lse = run(x, splits)
     assert_as_good(x, out, lse)
@@ -223,7 +229,7 @@ def test_sinks_softcap_and_scale_take_part(splits, device):
 
 
 @pytest.mark.parametrize("name", [*CHUNKED, "streaming-llm"])
-def test_angles_are_right_at_position_one_million(name, device):
+def test_angles_are_right_at_position_one_million(name, device, run):
     """Steps of float32 are 0.06 there; the tolerance is that of short prompts."""
     law = law_for(name, context=2**20)
     x = problem(law, device, t=2, keys=range(1_000_000 - 150, 1_000_000), s=150)
@@ -232,7 +238,7 @@ def test_angles_are_right_at_position_one_million(name, device):
     assert_as_good(x, *run(x, 2))
 
 
-def test_a_row_that_sees_nothing_is_zeros_and_minus_infinity(device):
+def test_a_row_that_sees_nothing_is_zeros_and_minus_infinity(device, run):
     law = law_for("3d-rpe")
     masked = problem(law, device, s=40, key_mask=torch.zeros(1, 40, dtype=torch.bool))
     before = problem(law, device, s=40, keys=range(50, 90), queries=range(49, 50))
@@ -247,10 +253,31 @@ def test_a_row_that_sees_nothing_is_zeros_and_minus_infinity(device):
             torch.testing.assert_close(lse, sinks[None, :, None].expand_as(lse), rtol=1e-6, atol=0)
 
 
-def test_laws_with_equal_names_do_not_share_a_table(device):
+def test_laws_with_equal_names_do_not_share_a_table(device, run):
     for chunk in (16, 32):
         x = problem(law_for("3d-rpe", chunk=chunk), device)
         assert_as_good(x, *run(x))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"turned": False}, "its keys must have been turned by stock RoPE"),
+        ({"t": 17}, "17 queries are more than 16"),
+        ({"grad": "q"}, "it has no gradient"),
+        ({"grad": "sinks"}, "it has no gradient"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_problem_that_no_step_can_run_is_refused_with_the_reason(change, reason, device):
+    x = problem(law_for("rope"), device, t=change.get("t", 1), s=30, sinks=torch.zeros(6))
+    if "grad" in change:
+        getattr(x, change["grad"]).requires_grad_()
+    if "turned" in change:
+        x = replace(x, turned=False)
+    assert decode.supports(x) == reason
+    if "t" not in change:
+        assert explain(x) == ("reference", f"few queries, but no decoding step: {reason}")
 
 
 @pytest.mark.parametrize(
@@ -261,33 +288,32 @@ def test_laws_with_equal_names_do_not_share_a_table(device):
         ({"law": ("leaky-rerope", {"window": 8})}, "its far keys turn token by token"),
         ({"law": ("3d-rpe", {"chunk": 1, "window": 8})}, "its far keys turn token by token"),
         ({"law": ("3d-rpe", {"chunk": 8, "window": 16})}, "its chunks of 8 tokens are shorter than 16"),
-        ({"turned": False}, "its keys must have been turned by stock RoPE"),
-        ({"t": 17}, "17 queries are more than 16"),
         ({"dtype": torch.float64}, "it computes in float32, not in float64"),
         ({"d": 72}, "head dimensions are 72 and 72, not one multiple of 16 up to 256"),
         ({"e": 32}, "head dimensions are 64 and 32, not one multiple of 16 up to 256"),
-        ({"grad": True}, "it has no gradient"),
         ({"strided": True}, "q, k and v must be contiguous in their last dimension"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_problem_that_it_cannot_run_is_refused_with_the_reason(change, reason, device):
-    name, parameters = change.pop("law", ("rope", {}))
-    d, t = change.pop("d", 64), change.pop("t", 1)
-    x = problem(law_for(name, head_dim=d, **parameters), device, t=t, s=30)
+def test_what_the_kernel_cannot_run_is_run_without_it(change, reason, device):
+    name, parameters = change.get("law", ("rope", {}))
+    x = problem(law_for(name, head_dim=change.get("d", 64), **parameters), device, s=30)
     if "dtype" in change:
         x = in_float64(x)
     if "e" in change:
         x = replace(x, v=x.v[..., : change["e"]])
-    if "grad" in change:
-        x.q.requires_grad_()
     if "strided" in change:
         x = replace(x, k=x.k.transpose(2, 3).contiguous().transpose(2, 3))
-    if "turned" in change:
-        x = replace(x, turned=False)
-    assert decode.supports(x) == reason
+    assert decode.supports(x) is None
+    assert decode.kernel_refusal(x) == reason
+    machine = decode.kernel_lacks(x)
+    assert machine == reason or not x.q.is_cuda
+    assert explain(x) == ("decode", f"few queries: plain PyTorch (the kernel: {machine})")
+    for ours, truth in zip(decode.attend(x), reference.attend(in_float64(x)), strict=True):
+        torch.testing.assert_close(ours.double(), truth, rtol=0, atol=2e-6)
 
 
+@needs_triton
 def test_a_step_allocates_and_launches_and_does_nothing_else(device, monkeypatch):
     """What a CUDA graph can capture: no copy, no wait, no small kernels around the one."""
     from rpe3d.attention import decode_kernel
@@ -307,11 +333,12 @@ def test_a_step_allocates_and_launches_and_does_nothing_else(device, monkeypatch
     monkeypatch.setattr(decode_kernel, "_processors", lambda device: 132)
     launched, seen, counters = [], set(), torch.zeros(4, dtype=torch.int32)
     with Record():
-        decode.attend(x)
+        by_kernel(x)
     assert len(launched) == 1
     assert seen <= {"empty", "empty_like", "view", "slice", "detach"}  # the last three are views
 
 
+@needs_triton
 def test_splits_fill_the_machine_but_stay_worth_their_merge():
     """One program per multiprocessor, and no split of fewer than 256 keys."""
     from rpe3d.attention.decode_kernel import LEAST_KEYS, split

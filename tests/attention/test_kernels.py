@@ -8,14 +8,14 @@ import torch
 from rpe3d import laws, make_law
 from rpe3d.attention import merge_kernel, table_kernel
 from rpe3d.attention.merge import Part, add_up
-from rpe3d.attention.table import plain
+from rpe3d.attention.table import plain, table
 
 
 @pytest.mark.parametrize("first", [0, 13, 999_983])
 @pytest.mark.parametrize("name", laws())
 def test_the_table_kernel_is_as_exact_as_float32_can_be(name, first, device):
     """Angles in float64 up to position 1,000,000; what is left is the rounding of cos and sin."""
-    law = make_law(name, pretrained=64, context=1_100_000, head_dim=24)
+    law = make_law(name, pretrained=600_000 if name == "string" else 64, context=1_100_000, head_dim=24)
     theta = law.frequencies().to(device)
     positions = range(first, first + 37)
     for turn in {region.query for region in law.regions} | {region.key for region in law.regions}:
@@ -23,6 +23,20 @@ def test_the_table_kernel_is_as_exact_as_float32_can_be(name, first, device):
         for got, truth in zip(table_kernel.table(turn, positions, theta), exact, strict=True):
             assert got.dtype == torch.float32
             torch.testing.assert_close(got.double(), truth, rtol=0, atol=4e-7)
+
+
+@pytest.mark.parametrize("first", [0, 999_983])
+def test_planes_that_turn_differently_have_the_tables_of_their_turns(first, device):
+    """The kernel knows one turn for all planes; `table` takes the plain way for others, on every device."""
+    law = make_law("dpe", pretrained=64, context=1_100_000, head_dim=24, scales=(3, 1000, 1))
+    theta, positions = law.frequencies().to(device), range(first, first + 37)
+    turn = law.regions[1].query
+    exact = plain(turn, positions, theta, torch.float64)
+    for n, got in enumerate(table(turn, positions, theta, torch.float32)):
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got.double(), exact[n], rtol=0, atol=4e-7)
+        for part, (_, alone), own in zip(got.split(4, dim=1), turn.groups, theta.split(4), strict=True):
+            torch.testing.assert_close(part, table_kernel.table(alone, positions, own)[n], rtol=0, atol=4e-7)
 
 
 def test_parts_add_up_where_they_lie(device):

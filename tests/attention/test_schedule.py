@@ -55,7 +55,8 @@ def test_every_visible_pair_is_in_exactly_one_call(name, length, start, rows, pr
     """Any law, any part of the queries against all keys so far, any block size."""
     start = min(start, length - 1)
     chunks = {"3d-rpe": {"chunk": 3, "window": window, "reach": window + 3}} if 0 < window <= pretrained - 3 else {}
-    law = make_law(name, pretrained=pretrained, context=200, head_dim=4, **chunks.get(name, {}))
+    context = pretrained if name == "string" else 200
+    law = make_law(name, pretrained=pretrained, context=context, head_dim=4, **chunks.get(name, {}))
     queries, keys = range(start, length), range(length)
     times, region = covered(schedule(law.regions, queries, keys, rows), queries, keys)
     p = torch.arange(length)

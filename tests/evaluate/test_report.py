@@ -240,7 +240,7 @@ def test_measures_that_were_not_asked_for_leave_no_empty_column_or_plot(tmp_path
     assert (tmp_path / "passkey.png").exists() == ("passkey" in asked)
 
 
-def test_thirteen_laws_at_four_lengths_and_one_law_at_one(tmp_path):
+def test_all_laws_at_four_lengths_and_one_law_at_one(tmp_path):
     laws, lengths = list(rpe3d.laws()), (1024, 2048, 4096, 8192)
     page = page_of(results(*(row(law, length) for law in laws for length in lengths)), tmp_path / "all")
     drawn = [attributes["aria-label"] for tag, attributes in page.tags if attributes.get("role") == "img"]

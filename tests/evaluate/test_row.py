@@ -32,7 +32,7 @@ def untimed(results):
 
 
 def test_every_law_gives_whole_rows_and_leaves_the_model_stock(model, tokenizer, text):
-    """All thirteen; at and beyond the pretrained length of 256."""
+    """All of them; at and beyond the pretrained length of 256."""
     before = model(torch.arange(1, 200)[None]).logits
     results = compare(model, tokenizer, Settings(laws=list(rpe3d.laws()), lengths=[256, 512], **SMALL), texts=text)
     assert [(r["law"], r["length"]) for r in results["rows"]] == [(n, t) for n in rpe3d.laws() for t in (256, 512)]

@@ -10,13 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rpe3d import laws, make_law
-from rpe3d.geometry import Phase, Region, Turn
+from rpe3d.geometry import PairTurns, Phase, Region, Turn
+from rpe3d.geometry.plan import by_pair
 
 POSITION = torch.arange(300)
+OWN = {"string": {"context": 124}, "dpe": {"scales": (2, 16, 1, 11)}}
 
 
-def example(name, context=300, **parameters):
-    return make_law(name, pretrained=64, context=context, head_dim=16, **parameters)
+def example(name, **parameters):
+    return make_law(name, **{"pretrained": 64, "context": 300, "head_dim": 16} | OWN.get(name, {}) | parameters)
 
 
 @pytest.mark.parametrize("name", laws())
@@ -107,6 +109,31 @@ def test_a_turn_is_its_formula():
     assert turn.position(p).tolist() == [0.5, 5.5, 3.5, 8.5, 75.5]
     angles = turn.angle(p, torch.tensor([1.0, 0.5], dtype=torch.float64))
     assert angles[2].tolist() == [3.5 + 1 - 0.1, 1.75 + 1 - 0.1]
+
+
+def test_planes_that_turn_differently_are_turned_one_group_after_the_other():
+    turns = Turn(chunk=4, start=1.0), Turn(stride=0.5), Turn()
+    together = PairTurns(groups=tuple(zip((1, 3, 2), turns, strict=True)))
+    theta = torch.linspace(1, 0.01, 6, dtype=torch.float64)
+    for stock in (False, True):
+        groups = zip(turns, theta.split([1, 3, 2]), strict=True)
+        alone = [turn.angle(POSITION, part, stock=stock) for turn, part in groups]
+        assert torch.equal(together.angle(POSITION, theta, stock=stock), torch.cat(alone, -1))
+
+
+def test_planes_that_turn_differently_have_no_position_in_common():
+    """No code that knows plain turns alone can take one for stock RoPE, or for chunks that turn as a whole."""
+    turn = PairTurns(groups=((4, Turn()), (4, Turn(chunk=2))))
+    assert turn.chunk == 0
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        turn.position(POSITION)
+
+
+def test_groups_that_turn_alike_are_joined():
+    one, two = Turn(chunk=2), Turn(chunk=3)
+    assert by_pair([(3, one), (5, one)]) == one
+    assert by_pair([(3, one), (1, one), (2, two), (2, one)]) == PairTurns(groups=((4, one), (2, two), (2, one)))
+    assert len({by_pair([(1, one), (1, two)]), by_pair([(1, one), (1, two)]), by_pair([(1, two), (1, one)])}) == 2
 
 
 def test_a_region_is_a_band_of_chunk_distances():

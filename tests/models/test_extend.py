@@ -18,6 +18,8 @@ from rpe3d.models.extend import check_savable
 BOUNDED = {"chunk": 8, "window": 16, "reach": 32}
 CHANGED = [name for name in rpe3d.laws() if name not in ("rope", "linear", "ntk", "dynamic", "yarn")]
 STEADY = [name for name in rpe3d.laws() if name != "dynamic"]  # dynamic NTK's cache keeps the frequencies of its time
+# What 120 tokens of a model of 64 need to show all of a law.
+OWN = {"string": {"context": 124, "shift": 64}, "dpe": {"window": 8, "scales": (1, 5, 3, 9)}}
 CLOSE = {"rtol": 0, "atol": 2e-4}  # float32 logits of magnitude 10 to 100, two orders of summation
 
 
@@ -25,6 +27,10 @@ CLOSE = {"rtol": 0, "atol": 2e-4}  # float32 logits of magnitude 10 to 100, two 
 def _no_gradients():
     with torch.no_grad():
         yield
+
+
+def extended(model, name):
+    return rpe3d.extend(model, name, **{"context": 256} | OWN.get(name, {}))
 
 
 def logits(model, ids, **given):
@@ -56,13 +62,13 @@ def test_every_family_keeps_short_prompts_changes_long_ones_and_comes_back(tiny,
 
 @pytest.mark.parametrize("name", STEADY)
 def test_prefill_and_decode_equal_one_forward(tiny, ids, name):
-    model = rpe3d.extend(tiny(), name, context=256)
+    model = extended(tiny(), name)
     torch.testing.assert_close(step_by_step(model, ids, 90), logits(model, ids), **CLOSE)
 
 
 @pytest.mark.parametrize("name", STEADY)
 def test_generation_is_the_same_with_any_cache_and_in_a_padded_batch(tiny, ids, name):
-    model = rpe3d.extend(tiny(), name, context=256)
+    model = extended(tiny(), name)
     given = {"max_new_tokens": 10, "do_sample": False}
     alone = model.generate(ids[:, :90], **given)
     assert torch.equal(model.generate(ids[:, :90], use_cache=False, **given), alone)
@@ -75,9 +81,19 @@ def test_generation_is_the_same_with_any_cache_and_in_a_padded_batch(tiny, ids, 
     assert torch.equal(model.generate(batch, attention_mask=mask, cache_implementation="static", **given), padded)
 
 
-@pytest.mark.parametrize("name", ["3d-rpe", "dca", "self-extend"])
+@pytest.mark.parametrize(("name", "near"), [("string", 64), ("dpe", 8)])
+def test_short_prompts_are_unharmed_and_long_ones_changed(tiny, ids, name, near):
+    model = tiny()
+    stock = logits(model, ids)
+    extended(model, name)
+    torch.testing.assert_close(logits(model, ids[:, :near]), stock[:, :near], **CLOSE)
+    assert (logits(model, ids) - stock)[:, near:].abs().max() > 1e-2
+    assert torch.equal(logits(rpe3d.restore(model), ids), stock)
+
+
+@pytest.mark.parametrize("name", ["3d-rpe", "dca", "self-extend", "string", "dpe"])
 def test_a_right_padded_batch_equals_each_sequence_alone(tiny, ids, name):
-    model = rpe3d.extend(tiny(), name, context=256)
+    model = extended(tiny(), name)
     batch = torch.cat([ids, ids.flip(1)])
     mask = torch.ones_like(batch)
     mask[1, 80:] = 0
@@ -102,13 +118,14 @@ def test_beams_and_assisted_decoding(tiny, ids):
 def test_a_saved_model_is_the_same_model_any_number_of_times(tiny, ids, tmp_path, name):
     from transformers import AutoModelForCausalLM
 
-    model = rpe3d.extend(tiny(), name, context=256)
+    model = extended(tiny(), name)
+    law = rpe3d.law_of(model)
     expected = logits(model, ids)
     for n in range(3):
         model.save_pretrained(tmp_path / str(n))
         model = AutoModelForCausalLM.from_pretrained(tmp_path / str(n)).eval()
         assert torch.equal(logits(model, ids), expected)
-        assert rpe3d.law_of(model).name == name
+        assert rpe3d.law_of(model) == law
     config = json.loads((tmp_path / "2" / "config.json").read_text())
     assert config["rope_parameters"]["rope_type"].startswith("rpe3d")
     assert torch.equal(logits(rpe3d.restore(model), ids), logits(tiny(), ids))

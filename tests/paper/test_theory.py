@@ -29,7 +29,7 @@ def test_the_bound_of_rope_is_roformers_formula(distance):
 @pytest.mark.parametrize("name", laws())
 def test_no_score_exceeds_the_bound_of_eq_6(name):
     """Abel's transformation, for every law and random vectors at random visible pairs."""
-    law = make_law(name, context=16384, **LLAMA2)
+    law = make_law(name, context=4096 if name == "string" else 16384, **LLAMA2)
     query = torch.randint(0, 16384, (400,))
     key = (query - torch.randint(0, 2000, (400,))).clamp(min=0)
     q, k = torch.randn(2, 400, 64, dtype=torch.complex128)

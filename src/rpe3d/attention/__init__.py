@@ -3,24 +3,22 @@
     out, lse = attention(q, k, v, law)                      # q [b, h, t, d], k and v [b, g, s, d]
     out, lse = attention(q, k, v, law, turned=True)         # q and k turned by stock RoPE already
 
-`reference` is the specification. `blocked` makes it of the machine's own attention calls. `decode` is a kernel for a
-few queries against a long cache.
+`reference` is the specification. `blocked` makes it of the machine's own attention calls. `decode` is for a few queries
+against a long cache: a kernel on a GPU, plain PyTorch elsewhere.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rpe3d.attention import compiled, decode, reference
 from rpe3d.attention.contract import Inputs, Positions, check
+from rpe3d.attention.decode import Step
 from rpe3d.attention.dispatch import IMPLS, explain, run
 from rpe3d.geometry import Law
-
-if TYPE_CHECKING:
-    from rpe3d.attention.decode_kernel import Step
 
 __all__ = ["IMPLS", "Inputs", "attention", "decode_step", "explain", "reference"]
 
@@ -88,7 +86,7 @@ def attention(
 def decode_step(q: Tensor, k: Tensor, v: Tensor, law: Law, **given: Any) -> Step | None:
     """`attention` of a decoding step as a function of q, k, v and sinks, for all layers whose vectors look like these.
 
-    Everything but the vectors is checked and chosen once. None where "auto" takes no kernel. No gradient flows.
+    Everything but the vectors is checked and chosen once. None where "auto" does not decode. No gradient flows.
     """
     x = check(q, k, v, law, **given)
     return decode.step(x) if explain(x)[0] == "decode" else None

@@ -1,17 +1,18 @@
 """Attention of a few queries against a long cache: the decoding step. Equals reference.attend, forward only.
 
 The cache holds keys turned by stock RoPE. Where a law turns all keys of a chunk by one angle, the query is turned back
-by it instead, once per chunk, and the cache is read once, as it is. The kernels are in `decode_kernel`, which is
-imported, with Triton, on the first call.
+by it instead, once per chunk, and the cache is read once, as it is. `decode_kernel` does it on a GPU, in one launch;
+`decode_plain` in plain PyTorch, wherever the kernel cannot. Each is imported on the first call, and Triton with the
+kernel.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float, Float64
@@ -20,8 +21,8 @@ from torch import Tensor
 from rpe3d.attention.contract import Inputs
 from rpe3d.geometry import Law, Phase, Region, Turn
 
-if TYPE_CHECKING:
-    from rpe3d.attention.decode_kernel import Step
+Step = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+"""A problem without its vectors: from q, k, v and sinks to the output and the log-sum-exp."""
 
 MOST_QUERIES = 16
 LEAST_CHUNK = 16  # a tile ends where its chunk ends, and tensor cores want tiles of 16
@@ -31,41 +32,61 @@ _HAS_TRITON = find_spec("triton") is not None
 
 
 def supports(x: Inputs) -> str | None:
-    """Why the kernel cannot run this problem; None if it can.
+    """Why no decoding step can run this problem; None if one can."""
+    if x.q.shape[2] > MOST_QUERIES:
+        return f"{x.q.shape[2]} queries are more than {MOST_QUERIES}"
+    if not x.turned:
+        return "its keys must have been turned by stock RoPE"
+    if torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in (x.q, x.k, x.v, x.sinks)):
+        return "it has no gradient"
+    if kernel_lacks(x) is None:
+        return None
+    from rpe3d.attention import decode_plain
+
+    return "its key positions are not consecutive" if None in decode_plain.runs(x) else None
+
+
+def kernel_lacks(x: Inputs) -> str | None:
+    """Why the kernel does not run a problem that is supported; None if it does."""
+    if not _HAS_TRITON:
+        return "Triton is not installed"
+    return kernel_refusal(x) if x.q.is_cuda else f"it runs on a GPU, not on {x.q.device}"
+
+
+def kernel_refusal(x: Inputs) -> str | None:
+    """What about a problem is not made for the kernel, whatever the machine.
 
     Not asked, since the answer lies on the device: key positions given as a tensor must be consecutive from one token
     to the next (masked keys aside), and not negative.
     """
-    (_, _, t, d), e = x.q.shape, x.v.shape[3]
+    d, e = x.q.shape[3], x.v.shape[3]
     if x.q.dtype not in _DTYPES:
         return f"it computes in float32, not in {str(x.q.dtype).removeprefix('torch.')}"
-    if t > MOST_QUERIES:
-        return f"{t} queries are more than {MOST_QUERIES}"
     if d % 16 or d > 256 or e != d:
         return f"head dimensions are {d} and {e}, not one multiple of 16 up to 256"
-    if not x.turned:
-        return "its keys must have been turned by stock RoPE"
-    if torch.is_grad_enabled() and any(y.requires_grad for y in (x.q, x.k, x.v)):
-        return "it has no gradient"
     if any(y.stride(3) != 1 for y in (x.q, x.k, x.v)):
         return "q, k and v must be contiguous in their last dimension"
-    return plan(x.law).refusal or _machine(x.q.device)
+    return plan(x.law).refusal
 
 
 def attend(x: Inputs) -> tuple[Float[Tensor, "b h t d"], Float[Tensor, "b h t"]]:
     """The output and the log-sum-exp of every row, as the reference defines them, for a problem that is supported.
 
-    Nothing waits for the device and nothing is read from it, so that a step can be captured in a CUDA graph: how much
-    of a preallocated cache is in use, the kernel finds out itself. Capture after one call, which makes the law's table.
+    The kernel waits for nothing and reads nothing from the device, so that a step can be captured in a CUDA graph: how
+    much of a preallocated cache is in use, it finds out itself. Capture after one call, which makes the law's table.
     """
     return step(x)(x.q, x.k, x.v, x.sinks)
 
 
 def step(x: Inputs) -> Step:
     """The problem without its vectors, for those of other layers."""
-    from rpe3d.attention import decode_kernel
+    if kernel_lacks(x) is None:
+        from rpe3d.attention import decode_kernel
 
-    return decode_kernel.Step(x, plan(x.law), table(x.law, x.q.device))
+        return decode_kernel.Step(x, plan(x.law), table(x.law, x.q.device))
+    from rpe3d.attention import decode_plain
+
+    return decode_plain.Step(x)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,34 +110,34 @@ def plan(law: Law) -> Plan:
     for region in law.regions:
         if region.unit > 1:
             chunks.add(region.unit)
-        still = _still(region.key)
-        if not still:
-            if not _whole_chunks(region.key):
+        key_still = still(region.key)
+        if not key_still:
+            if not whole_chunks(region.key):
                 return Plan(refusal="its far keys turn token by token")
             chunks.add(region.key.chunk)
-        turning.append(not (still and _still(region.query)))
+        turning.append(not (key_still and still(region.query)))
     if len(chunks) > 1:
         return Plan(refusal=f"its regions have chunks of {sorted(chunks)} tokens")
     chunk = chunks.pop() if chunks else None
     if chunk is not None and chunk < LEAST_CHUNK:
         return Plan(refusal=f"its chunks of {chunk} tokens are shorter than {LEAST_CHUNK}")
-    return Plan(chunk=chunk, bands=tuple(map(_band, law.regions)), turning=tuple(turning))
+    return Plan(chunk=chunk, bands=tuple(map(band, law.regions)), turning=tuple(turning))
 
 
-def _band(region: Region) -> tuple[int, int, int, int]:
+def band(region: Region) -> tuple[int, int, int, int]:
     """Its chunk distances and keys, with numbers that nothing reaches in the place of none."""
     first = region.first or 0  # causality cuts below the diagonal anyway
     last = _NEVER if region.last is None else region.last
     return min(region.unit, _NEVER), first, last, _NEVER + 1 if region.keys is None else region.keys
 
 
-def _still(turn: Turn) -> bool:
+def still(turn: Turn) -> bool:
     """x(p) = p everywhere, and no phase: plain RoPE."""
     same = turn.stride == turn.chunk and (turn.chunk == 1 or turn.offset == 1)
     return same and turn.start == 0 and turn.ceiling == math.inf and turn.phase is None
 
 
-def _whole_chunks(turn: Turn) -> bool:
+def whole_chunks(turn: Turn) -> bool:
     """x(p) - p is the same for all tokens of a chunk, and chunks are more than tokens."""
     return turn.chunk > 1 and turn.offset == 1 and turn.ceiling == math.inf
 
@@ -139,7 +160,7 @@ def region_row(region: Region) -> list[float]:
     The query's turn, and the key's as its shift x(p) - p = slope · j + start in chunk j.
     """
     query, key = region.query, region.key
-    chunkwise = not _still(key)
+    chunkwise = not still(key)
     return [
         float(min(query.chunk, _NEVER)),
         query.offset,
@@ -161,15 +182,3 @@ def _phase(phase: Phase | None) -> tuple[float, float]:
 
 def _constant(phase: Phase | None) -> float:
     return 0.0 if phase is None else phase.constant
-
-
-def _machine(device: torch.device) -> str | None:
-    """What the machine lacks."""
-    if not _HAS_TRITON:
-        return "Triton is not installed"
-    if device.type != "cuda":
-        from rpe3d.attention import decode_kernel
-
-        if not decode_kernel.INTERPRETED:
-            return f"it runs on a GPU, not on {device}"
-    return None

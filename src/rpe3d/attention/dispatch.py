@@ -28,22 +28,19 @@ def run(x: Inputs, impl: str = "auto", backend: str | None = None) -> tuple[Tens
         return reference.attend(x)
     if chosen == "decode":
         if impl == "decode" and (refusal := decode.supports(x)):
-            raise ConfigError(f"the decode kernel cannot run this: {refusal}", 'use impl="auto"')
+            raise ConfigError(f"a decoding step cannot run this: {refusal}", 'use impl="auto"')
         return decode.attend(x)
     return _blocked(x, backend)
 
 
 def explain(x: Inputs) -> tuple[str, str]:
     """What impl="auto" takes, and why."""
-    few = x.q.shape[2] <= decode.MOST_QUERIES and x.q.shape[2] < x.k.shape[2]
-    if few and x.q.device.type == "cuda":
-        grad = torch.is_grad_enabled() and (x.q.requires_grad or x.k.requires_grad or x.v.requires_grad)
-        refusal = "it has no gradient" if grad else decode.supports(x)
-        if refusal is None:
-            return "decode", "few queries: one kernel reads every key once"
-        return "reference", f"few queries, and for the kernel {refusal}"
-    if few:
-        return "reference", "few queries: dense products"
+    if x.q.shape[2] <= decode.MOST_QUERIES and x.q.shape[2] < x.k.shape[2]:
+        if refusal := decode.supports(x):
+            return "reference", f"few queries, but no decoding step: {refusal}"
+        if lack := decode.kernel_lacks(x):
+            return "decode", f"few queries: plain PyTorch (the kernel: {lack})"
+        return "decode", "few queries: one kernel reads every key once"
     if x.q.dtype == torch.float64 and x.q.device.type == "cuda":
         return "reference", "no library attention takes float64 on CUDA"
     return "blocked", f"{backend_for(x.q, x.v).name} attention calls, merged"
@@ -67,6 +64,8 @@ def _blocked(x: Inputs, backend: str | None) -> tuple[Tensor, Tensor]:
         return _tiled(x)
     if not x.turned:
         x = _stock(x)
+    # PyTorch's CPU attention takes vectors that are scattered in memory, and misreads them.
+    x = replace(x, q=_unscattered(x.q), k=_unscattered(x.k), v=_unscattered(x.v))
     theta, library = x.frequencies, backend_for(x.q, x.v, backend)
     results = []
     for span in spans:
@@ -89,6 +88,10 @@ def _blocked(x: Inputs, backend: str | None) -> tuple[Tensor, Tensor]:
             out, lse = Blocked.apply(q, k, v, x.sinks, task)  # type: ignore[no-untyped-call]
             results.append((batch, span, out, lse))
     return _gathered(x, results)
+
+
+def _unscattered(x: Tensor) -> Tensor:
+    return x if x.stride(3) == 1 else x.contiguous()
 
 
 def _rows(q: Tensor, keys: int) -> int:

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from rpe3d.geometry import Turn
+from rpe3d.geometry import PairTurns, Turn
 from rpe3d.rotation import cos_sin
 
 Table = tuple[Float[Tensor, "t l"], Float[Tensor, "t l"]]
@@ -17,7 +17,7 @@ _HAS_TRITON = find_spec("triton") is not None
 
 def table(turn: Turn, positions: range, frequencies: Float64[Tensor, " l"], dtype: torch.dtype) -> Table:
     """cos and sin of θ_l (x(p) - p) + y(p): from where stock RoPE put a vector to where `turn` puts it."""
-    if frequencies.is_cuda and dtype == torch.float32 and _HAS_TRITON:
+    if frequencies.is_cuda and dtype == torch.float32 and _HAS_TRITON and not isinstance(turn, PairTurns):
         from rpe3d.attention import table_kernel
 
         return table_kernel.table(turn, positions, frequencies)

@@ -54,6 +54,8 @@ STYLES = {
     "rerope": Style(PINK),
     "leaky-rerope": Style(PINK, DASHED),
     "streaming-llm": Style(GREY, DASHED),
+    "string": Style(BROWN, DASHED),
+    "dpe": Style(GREEN, DASHED),
 }
 OTHERS = (Style(PURPLE, width=2.2), Style(TEAL, width=2.2), Style(OLIVE, width=2.2), Style(GREY))
 COLOURS = tuple(

@@ -108,7 +108,7 @@ class Law(ABC):
         theta = self.frequencies(length)
         angles = torch.full((*q.shape, len(theta)), torch.nan, dtype=torch.float64)
         for region in self.regions:
-            seen = (region.query.position(q) - region.key.position(k))[..., None] * theta
+            seen = (region.query.positions(q) - region.key.positions(k)) * theta
             if region.query.phase is not None:
                 seen = seen + region.query.phase(q // region.query.chunk)[..., None]
             if region.key.phase is not None:
@@ -133,8 +133,12 @@ class Law(ABC):
             "rotary_dim": rotary.rotary_dim,
             "interleaved": rotary.interleaved,
             "rope_scaling": rotary.scaling.to_dict() if rotary.scaling else None,
-            **{name: getattr(self, name) for name in self.parameters()},
+            **{name: _json_ready(getattr(self, name)) for name in self.parameters()},
         }
+
+
+def _json_ready(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _pairs(query: Tensor | int, key: Tensor | int) -> tuple[Int[Tensor, "..."], Int[Tensor, "..."]]:

@@ -3,13 +3,17 @@
 Every law, whatever its name for them, is a short tuple of `Region`s. A region is a band of (query, key) pairs
 together with one `Turn` of the queries and one of the keys; regions do not overlap, and a pair in no region is
 not attended to. All of it is data: five numbers per turn and four per band, so that a reference, a loop of
-library calls and a kernel can execute the same description.
+library calls and a kernel can execute the same description. Where planes turn differently, `PairTurns` takes the place
+of a `Turn`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import groupby
 from math import inf
+from operator import itemgetter
 
 import torch
 from jaxtyping import Bool, Float64, Int
@@ -47,16 +51,43 @@ class Turn:
         within = (self.offset * (p % self.chunk).to(torch.float64)).clamp(max=self.ceiling)
         return within + self.stride * (p // self.chunk).to(torch.float64) + self.start
 
+    def positions(self, p: Int[Tensor, "*p"]) -> Float64[Tensor, "*p l"]:
+        """x(p) of every plane; one column for all of them where they have the same."""
+        return self.position(p)[..., None]
+
     def angle(
         self, p: Int[Tensor, "*p"], frequencies: Float64[Tensor, " l"], *, stock: bool = False
     ) -> Float64[Tensor, "*p l"]:
         """θ_l x(p) + y(p), by which a vector at p is turned in each plane; `stock`: what is left of it after RoPE."""
-        x = self.position(p) - p if stock else self.position(p)
-        angle = x[..., None] * frequencies
+        x = self.positions(p) - p[..., None] if stock else self.positions(p)
+        angle = x * frequencies
         return angle if self.phase is None else angle + self.phase(p // self.chunk)[..., None]
 
 
 STOCK = Turn()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairTurns(Turn):
+    """A turn of its own for each group of planes, as (number of planes, turn) from plane 0 on; none has a phase.
+
+    What asks for `positions` or `angle` need not know of it. The numbers of a single turn say nothing here: no turn has
+    chunks of 0 tokens, so what reads them finds neither stock RoPE nor whole chunks, and `position` fails.
+    """
+
+    groups: tuple[tuple[int, Turn], ...]
+    chunk: int = field(default=0, init=False)
+
+    def positions(self, p: Int[Tensor, "*p"]) -> Float64[Tensor, "*p l"]:
+        """x(p) of every plane."""
+        columns = [turn.positions(p).expand(*p.shape, pairs) for pairs, turn in self.groups]
+        return torch.cat(columns, dim=-1)
+
+
+def by_pair(groups: Iterable[tuple[int, Turn]]) -> Turn:
+    """A turn from those of groups of planes: neighbours alike are joined, and where all are alike it is a plain one."""
+    joined = [(turn, sum(pairs for pairs, _ in same)) for turn, same in groupby(groups, key=itemgetter(1))]
+    return joined[0][0] if len(joined) == 1 else PairTurns(groups=tuple((pairs, turn) for turn, pairs in joined))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from rpe3d.config import Rotary, Scaling, choice, known_keys, make_scaling
+from rpe3d.geometry.dimensionwise import Dpe
 from rpe3d.geometry.interpolated import Dynamic, Linear, Ntk, Rope, Yarn
 from rpe3d.geometry.law import Law
 from rpe3d.geometry.three_d import Bounded, Definition, DualChunk
-from rpe3d.geometry.windowed import Dca, LeakyReRope, ReRope, SelfExtend, StreamingLlm
+from rpe3d.geometry.windowed import Dca, LeakyReRope, ReRope, SelfExtend, StreamingLlm, String
 
 LAWS: dict[str, type[Law]] = {
     law.name: law
@@ -28,6 +29,8 @@ LAWS: dict[str, type[Law]] = {
         ReRope,
         LeakyReRope,
         StreamingLlm,
+        String,
+        Dpe,
     )
 }
 

@@ -16,6 +16,11 @@ def default_reach(pretrained: int) -> int:
     return max(2, 5 * pretrained // 8)
 
 
+def default_group(pretrained: int, context: int, window: int) -> int:
+    """The fewest tokens that have to share a far position so that all positions stay below the default reach."""
+    return math.ceil(context / max(1, default_reach(pretrained) - window))
+
+
 def dual_chunk_regions(chunk: int, window: int, phase: Phase | None = None) -> tuple[Region, ...]:
     """Dual chunk attention (An et al. 2024, arXiv 2402.17463), with an optional phase on the far pairs.
 
@@ -71,7 +76,7 @@ class Dca(Law):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Window(Law):
+class Window(Law):
     """Laws that are exact RoPE below a distance `window`."""
 
     window: int = parameter(None, "distances below this are exact RoPE; default pretrained / 8")
@@ -86,7 +91,7 @@ class _Window(Law):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SelfExtend(_Window):
+class SelfExtend(Window):
     """Self-Extend (Jin et al. 2024, arXiv 2401.01325): far positions are floored to groups."""
 
     name: ClassVar[str] = "self-extend"
@@ -97,8 +102,8 @@ class SelfExtend(_Window):
     def check(self) -> dict[str, Any]:
         parameters = super().check()
         window = parameters["window"]
-        room = max(1, default_reach(self.pretrained) - window)
-        group = math.ceil(self.context / room) if self.group is None else whole("group", self.group)
+        default = default_group(self.pretrained, self.context, window)
+        group = default if self.group is None else whole("group", self.group)
         largest = (self.context - 1) // group + window - window // group
         if largest >= self.pretrained:
             raise ConfigError(
@@ -116,7 +121,7 @@ class SelfExtend(_Window):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReRope(_Window):
+class ReRope(Window):
     """ReRoPE (Su 2023): every distance from `window` on is shown as `window`."""
 
     name: ClassVar[str] = "rerope"
@@ -128,7 +133,7 @@ class ReRope(_Window):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LeakyReRope(_Window):
+class LeakyReRope(Window):
     """Leaky ReRoPE (Su 2023): beyond `window` the distance goes on growing with `slope`."""
 
     name: ClassVar[str] = "leaky-rerope"
@@ -156,7 +161,7 @@ def leaky_regions(window: int, slope: float) -> tuple[Region, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StreamingLlm(_Window):
+class StreamingLlm(Window):
     """StreamingLLM (Xiao et al. 2023, arXiv 2309.17453): the last tokens and the first few; the rest unseen.
 
     Positions count inside the cache, so the first tokens always stand right before the window.
@@ -185,3 +190,46 @@ class StreamingLlm(_Window):
             return (self.near,)
         far_query = Turn(chunk=LONGEST, offset=1.0, ceiling=float(self.sinks + self.window - 1))
         return (self.near, Region(first=self.window, keys=self.sinks, query=far_query))
+
+
+@dataclass(frozen=True, kw_only=True)
+class String(Law):
+    """STRING (An et al. 2024, arXiv 2410.18745): f = d below S, and d - S + W from there on, at every length.
+
+    Positions that training saw often take the place of the last third, which it saw rarely: so it is of use within the
+    pretrained length, too. Beyond 2 L_p - W tokens either S - 1 or L - 1 - S + W is an unseen position: nothing is
+    published for longer texts, and it goes the way of stock RoPE. Keys stay as stock RoPE turns them.
+
+    The published code has S = int(0.33 L_p), W = 128 and an `attention_factor` of 0.1 ln 2 + 1 = 1.0693, which changes
+    short prompts, too, and is therefore left to the user. In a prompt it counts pairs at distance S twice, as S and as
+    W; here they are counted once, as W, which is what it does when it decodes.
+    """
+
+    name: ClassVar[str] = "string"
+    summary: ClassVar[str] = "STRING: exact up to a distance, farther pairs shifted down to positions seen more often"
+
+    shift: int = parameter(
+        None, "distances below this are exact RoPE, S; default context - 0.67 L_p, or half of the context where less"
+    )
+    local: int = parameter(None, "what distance S is shown as, W; default 128, or pretrained / 16 where that is less")
+    attention_factor: float = parameter(1.0, "multiplies cos and sin; the published code has 1.0693")
+
+    def check(self) -> dict[str, Any]:
+        longest, context = self.pretrained, self.context
+        local = min(128, longest // 16) if self.local is None else self.local
+        local = whole("local", local, least=0, most=longest - 1)
+        # As many positions are dropped as at the pretrained length, until the near pairs would show more than the far.
+        dropped = max(1, 33 * longest // 100, local)
+        default = min(dropped + context - longest, (context + local + 1) // 2)
+        shift = default if self.shift is None else whole("shift", self.shift, least=max(1, local))
+        factor = real("attention_factor", self.attention_factor, above=True, most=1e9)
+        return {"shift": shift, "local": local, "attention_factor": factor}
+
+    @property
+    def attention_scaling(self) -> float:
+        return super().attention_scaling * self.attention_factor
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        far_query = Turn(start=float(self.local - self.shift))
+        return (Region(last=self.shift - 1), Region(first=self.shift, query=far_query))

@@ -1,0 +1,227 @@
+"""The decoding step in plain PyTorch: `decode` says what it computes. Any machine, any type, any law.
+
+A law's regions are cut into pieces of keys. Where a law turns all keys of a chunk by one angle, a piece is several
+chunks, each of which meets the queries turned back by its angle: the keys are multiplied as they lie in the cache.
+Only keys that turn token by token are turned. Partial attentions are merged exactly. On a CPU a piece is one call of
+its own flash attention, whose batch are the chunks and whose rows are the queries of all heads that share a key head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+
+import torch
+from jaxtyping import Float, Float64
+from torch import Tensor
+
+from rpe3d.attention import reference
+from rpe3d.attention.contract import Inputs, Run, placed
+from rpe3d.attention.decode import band, still, whole_chunks
+from rpe3d.attention.table import Table
+from rpe3d.geometry import Region
+from rpe3d.rotation import cos_sin, rotate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Keys that are read in one call: `runs` stretches of equal length, each of which the queries meet turned anew."""
+
+    keys: slice
+    runs: int = 1
+    turns: slice | None = None
+    """Which of the turned queries, one per stretch; None: as they come."""
+    table: Table | None = None
+    """By how much the keys are turned."""
+    mask: Float[Tensor, "n 1 r c"] | None = None
+    """Added to the scores: -inf where a row does not see a key. None: all see all."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Sequences whose tokens stand at the same positions: their keys in pieces, and the table of all their turns."""
+
+    batch: slice
+    pieces: list[Piece]
+    table: Table | None
+
+
+class Step:
+    """A decoding step: all that is the same for every layer of a model, settled once; then called with its vectors."""
+
+    def __init__(self, x: Inputs) -> None:
+        self.interleaved = x.law.rotary.interleaved
+        flash = _has_flash(x)
+        self.attend = partial(_flash, scale=x.scale) if flash else partial(_products, scale=x.scale, softcap=x.softcap)
+        layouts = _layouts(x)
+        if all(layout == layouts[0] for layout in layouts):
+            self.parts = [_part(x, slice(None), *layouts[0])]
+        else:
+            self.parts = [_part(x, slice(b, b + 1), *layout) for b, layout in enumerate(layouts)]
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The output and the log-sum-exp."""
+        if len(self.parts) == 1:
+            return self._attend(self.parts[0], q, k, v, sinks)
+        results = [self._attend(part, q[part.batch], k[part.batch], v[part.batch], sinks) for part in self.parts]
+        outs, lses = zip(*results, strict=True)
+        return torch.cat(outs), torch.cat(lses)
+
+    def _attend(self, part: Part, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        """One call per piece, merged. Batch and key heads are one dimension, a view of any cache."""
+        (b, h, t, d), g = q.shape, k.shape[1]
+        k, v = k.flatten(0, 1), v.flatten(0, 1)
+        rows = q.reshape(1, b * g, -1, d)
+        if part.table is not None:
+            copies = q.reshape(1, b * h, t, d).expand(len(part.table[0]), -1, -1, -1)
+            turned = rotate(copies, None, *part.table, interleaved=self.interleaved)[0].reshape(-1, *rows.shape[1:])
+        results = []
+        for piece in part.pieces:
+            keys, values = (y[:, piece.keys].unflatten(1, (piece.runs, -1)).transpose(0, 1) for y in (k, v))
+            if piece.table is not None:
+                keys = rotate(keys, None, *piece.table, interleaved=self.interleaved)[0]
+            here = rows if piece.turns is None else turned[piece.turns]
+            results.append(self.attend(here, keys, values, piece.mask))
+        out, lse = _merged(results, rows, v, None if sinks is None else sinks.view(g, -1, 1).expand(b, g, -1, t))
+        return out.view(b, h, t, -1), lse.reshape(b, h, t)
+
+
+def _merged(
+    results: list[tuple[Tensor, Tensor]], rows: Tensor, v: Tensor, sinks: Tensor | None
+) -> tuple[Float[Tensor, "g r e"], Float[Tensor, "g r"]]:
+    """softmax over all keys from softmaxes over stretches of them."""
+    if len(results) == 1 and sinks is None and results[0][0].shape[0] == 1:
+        return results[0][0][0], results[0][1][0]
+    precise = torch.promote_types(rows.dtype, torch.float32)
+    logs = [lse for _, lse in results]
+    if sinks is not None:
+        logs.append(sinks.to(precise).reshape(1, *rows.shape[1:3]))
+    if not results:
+        lse = logs[0][0] if logs else rows.new_full(rows.shape[1:3], -torch.inf, dtype=precise)
+        return rows.new_zeros(*rows.shape[1:3], v.shape[2]), lse
+    log, out = torch.cat(logs), torch.cat([out for out, _ in results])
+    top = log.amax(0).clamp(min=torch.finfo(precise).min)
+    weight = torch.exp(log - top)
+    total = weight.sum(0)  # at least 1 in a row that sees something
+    merged = (out * weight[: len(out), ..., None]).sum(0) / total.clamp(min=1)[..., None]
+    return merged.to(rows.dtype), top + total.log()
+
+
+def runs(x: Inputs) -> tuple[Run | None, ...]:
+    """Where the keys of every sequence lie; None: they are not consecutive."""
+    if isinstance(x.keys, range) and x.key_mask is None:
+        return ((slice(0, len(x.keys)), x.keys),) * x.q.shape[0]
+    return x.key_runs or placed(x.positions()[1], x.key_mask).runs
+
+
+def _layouts(x: Inputs) -> list[tuple[list[int], slice, range]]:
+    """Of every sequence: the positions of its queries (-1: padding), where its keys lie, and their positions."""
+    queries, _ = x.positions()
+    reference.check_order("query_positions", queries, x.query_mask)
+    if x.query_mask is not None:
+        queries = queries.masked_fill(~x.query_mask, -1)
+    layouts = []
+    for query, run in zip(queries.tolist(), runs(x), strict=True):
+        assert run is not None
+        layouts.append((query, *run))
+    return layouts
+
+
+def _part(x: Inputs, batch: slice, queries: list[int], where: slice, positions: range) -> Part:
+    pieces: list[Piece] = []
+    angles: list[Float64[Tensor, "n t l"]] = []
+    query = torch.tensor(queries, device=x.q.device)
+    rows = x.q.shape[1] // x.k.shape[1] * len(queries)
+    precise = torch.promote_types(x.q.dtype, torch.float32)
+    for region in x.law.regions:
+        seen = [_seen(region, p, positions) for p in queries]
+        spans = [(low, high) for low, high in seen if low < high]
+        if not spans:
+            continue
+        # Turning the rows once per chunk must be less work than turning the chunk.
+        chunk = region.key.chunk if whole_chunks(region.key) and rows <= region.key.chunk else None
+        for low, high in _cut(min(spans)[0], max(high for _, high in spans), chunk):
+            n = 1 if chunk is None else max(1, (high - low) // chunk)
+            starts = torch.arange(low, high, (high - low) // n, device=query.device)
+            turns = table = None
+            if not (still(region.query) and still(region.key)):
+                turn = x.angles(region.query, query, x.frequencies).expand(n, -1, -1)
+                if chunk is not None:
+                    turn = turn - x.angles(region.key, starts, x.frequencies)[:, None]
+                elif not still(region.key):
+                    key = torch.arange(low, high, device=query.device)
+                    table = cos_sin(x.angles(region.key, key, x.frequencies), dtype=precise)
+                done = sum(map(len, angles))
+                turns = slice(done, done + n)
+                angles.append(turn)
+            offset = where.start - positions.start
+            keys = slice(low + offset, high + offset)
+            mask = _mask(x, seen, low, high, n)
+            pieces.append(Piece(keys=keys, runs=n, turns=turns, table=table, mask=mask))
+    return Part(batch, pieces, cos_sin(torch.cat(angles), dtype=precise) if angles else None)
+
+
+def _seen(region: Region, p: int, keys: range) -> tuple[int, int]:
+    """The keys [low, high) that a query at p sees in a region: Region.contains, causally."""
+    unit, first, last, most = band(region)
+    chunk = p // unit
+    return max((chunk - last) * unit, keys.start), min((chunk - first + 1) * unit, p + 1, keys.stop, most)
+
+
+def _cut(low: int, high: int, chunk: int | None) -> list[tuple[int, int]]:
+    """[low, high) as a part of a chunk, whole chunks, and a part of a chunk, each if there."""
+    if chunk is None:
+        return [(low, high)]
+    first, last = -(-low // chunk) * chunk, high // chunk * chunk
+    borders = sorted({low, min(first, high), max(last, low), high})
+    return list(pairwise(borders))
+
+
+def _mask(x: Inputs, seen: list[tuple[int, int]], low: int, high: int, n: int) -> Tensor | None:
+    """What the rows of every stretch of [low, high) do not see, given what each query sees of its region."""
+    if all(a <= low and high <= b for a, b in seen):
+        return None
+    key = torch.arange(low, high, device=x.q.device)
+    first, last = torch.tensor(seen, device=x.q.device).T[..., None]
+    blind = ((key < first) | (key >= last)).unflatten(1, (n, -1)).transpose(0, 1)
+    blind = blind.repeat(1, x.q.shape[1] // x.k.shape[1], 1)[:, None]
+    return torch.zeros(blind.shape, dtype=x.q.dtype, device=x.q.device).masked_fill(blind, -torch.inf)
+
+
+def _has_flash(x: Inputs) -> bool:
+    """Whether the library takes the problem. Vectors that are not contiguous in d it would take, and read wrongly."""
+    contiguous = all(y.stride(3) == 1 for y in (x.q, x.k, x.v))
+    return x.q.device.type == "cpu" and x.softcap is None and x.v.shape[3] == x.q.shape[3] and contiguous
+
+
+def _flash(
+    q: Float[Tensor, "n g r d"],
+    k: Float[Tensor, "n g c d"],
+    v: Float[Tensor, "n g c d"],
+    mask: Float[Tensor, "n 1 r c"] | None,
+    scale: float,
+) -> tuple[Float[Tensor, "n g r d"], Float[Tensor, "n g r"]]:
+    """The CPU's attention, which calls the log-sum-exp of a row that sees nothing 0."""
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask, scale=scale)
+    return out, lse if mask is None else lse.masked_fill((mask == -torch.inf).all(-1), -torch.inf)
+
+
+def _products(
+    q: Float[Tensor, "n g r d"],
+    k: Float[Tensor, "n g c d"],
+    v: Float[Tensor, "n g c e"],
+    mask: Float[Tensor, "n 1 r c"] | None,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Float[Tensor, "n g r e"], Float[Tensor, "n g r"]]:
+    """The same, a key head at a time: a product over all of them would copy the keys."""
+    products = [a @ b.mT for a, b in zip(q.expand(len(k), -1, -1, -1).unbind(1), k.unbind(1), strict=True)]
+    scores = torch.stack(products, 1).to(torch.promote_types(q.dtype, torch.float32)) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores = scores + mask
+    lse = scores.logsumexp(-1)
+    weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).to(q.dtype)
+    return torch.stack([a @ b for a, b in zip(weights.unbind(1), v.unbind(1), strict=True)], 1), lse
