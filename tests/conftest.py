@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -40,3 +40,12 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in ("empty", "empty_like", "empty_strided"):
         monkeypatch.setattr(torch, name, poison(getattr(torch, name)))
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Tiny models gain nothing from a second thread, and lose much where other tests run beside them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

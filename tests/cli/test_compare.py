@@ -7,7 +7,7 @@ import sys
 from importlib import import_module
 
 import pytest
-import torch
+from refusal import refusal
 
 import rpe3d
 import tiny_lm
@@ -18,13 +18,7 @@ from rpe3d.config import ConfigError
 SMALL = ("--lengths", "256,512", "--windows", "1", "--copies", "1", "--passkeys", "1", "--device", "cpu")
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Tiny models gain nothing from a second thread, and lose much where other tests run beside them."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -37,11 +31,7 @@ def run(*argv):
 
 
 def fails(capsys, *argv):
-    code = run(*argv)
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    problem, hint = captured.err.splitlines()[-2:]
-    return code, problem.removeprefix("error: "), hint.removeprefix("hint: ")
+    return refusal(capsys, "compare", *argv)
 
 
 def test_the_table_is_data_and_the_rest_is_not(folder, tmp_path, capsys):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
+from refusal import refusal
 
 import rpe3d
 import tiny_lm
@@ -14,14 +14,7 @@ from rpe3d.cli.arguments import law
 from rpe3d.evaluate import effective
 from rpe3d.evaluate.effective import Distance
 
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Tiny models gain nothing from a second thread, and lose much where other tests run beside them."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +27,7 @@ def run(*argv):
 
 
 def fails(capsys, *argv):
-    code = run(*argv)
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    problem, hint = captured.err.splitlines()[-2:]
-    return code, problem.removeprefix("error: "), hint.removeprefix("hint: ")
+    return refusal(capsys, "tune", *argv)
 
 
 def copies_up_to(reach):

@@ -10,12 +10,8 @@ from rpe3d.evaluate import Tokens
 
 
 @pytest.fixture(autouse=True)
-def _one_thread():
-    """Tiny models gain nothing from a second thread, and lose much where other tests run beside them."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def _tiny(one_thread):
+    """All tests here."""
 
 
 @pytest.fixture

@@ -25,16 +25,9 @@ class Launcher:
         self.interpreted = not isinstance(kernel, triton.JITFunction)
         self._compiled: dict[tuple[Any, ...], dict[tuple[Any, ...], Any]] = {}
 
-    def __call__(
-        self,
-        device: torch.device,
-        grid: tuple[int, int, int],
-        arguments: Sequence[Any],
-        constants: dict[str, Any],
-        options: dict[str, Any],
-    ) -> None:
-        """Launch. Arguments come first in the kernel's signature, then its constants, in the order given here."""
-        self.bind(device, grid, arguments, constants, options)()
+    def __call__(self, *launch: Any) -> None:
+        """`bind`, and launch at once."""
+        self.bind(*launch)()
 
     def bind(
         self,
@@ -44,7 +37,10 @@ class Launcher:
         constants: dict[str, Any],
         options: dict[str, Any],
     ) -> Bound:
-        """A launch whose first arguments are still to come, and may come many times."""
+        """A launch whose first arguments are still to come, and may come many times.
+
+        Arguments come first in the kernel's signature, then its constants, in the order given here.
+        """
         key = (device.index, *constants.values(), *options.values(), *map(_kind, arguments))
         compiled = self._compiled.setdefault(key, {})
         return Bound(self, compiled, device, grid, tuple(arguments), constants, options)
