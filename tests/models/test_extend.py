@@ -225,6 +225,30 @@ def test_gradients_flow_and_checkpointing_changes_nothing(tiny, ids):
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "default"},
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+         "original_max_position_embeddings": 32},
+        {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32},
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_short_prompt_is_the_same_bit_for_bit(tiny, ids, tmp_path, scaling, dtype):
+    """Up to window + chunk tokens, in memory and loaded again: not even the table's last bit may differ."""
+    model = tiny(rope_parameters={"rope_theta": 5000.0, **scaling}).to(dtype)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config)  # not rounded with the weights
+    near = ids[:, :24]
+    before = model(near).logits
+    rpe3d.extend(model, context=256, chunk=8, window=16, reach=32)
+    assert torch.equal(model(near).logits, before)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, dtype=dtype)
+    assert torch.equal(loaded(near).logits, before)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_model_cast_whole_gets_a_table_in_float32_and_has_its_own_back(tiny, ids, dtype):
     """`model.to(torch.bfloat16)` rounds the rotary table, too, which a law does not stand on."""

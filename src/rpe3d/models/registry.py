@@ -6,6 +6,7 @@ whose config does not name us.
 
 from __future__ import annotations
 
+import copy
 from functools import lru_cache
 from typing import Any
 
@@ -39,9 +40,26 @@ def rope_init(
     law = law_in(config, layer_type)
     if needs_attention(law):
         config._attn_implementation = NAME
+    if type(law).frequencies is Law.frequencies:  # a law that leaves them as they are
+        return _stock_table(config, law, device, layer_type), law.attention_scaling
     length = law.pretrained if seq_len is None else int(seq_len)  # dynamic NTK is stock until the text has grown
-    theta = law.frequencies(length).to(device=device, dtype=torch.float32)
-    return theta, law.attention_scaling
+    return law.frequencies(length).to(device=device, dtype=torch.float32), law.attention_scaling
+
+
+def _stock_table(config: Any, law: Law, device: Any, layer_type: str | None) -> Tensor:
+    """The model's own frequencies with the roundings of transformers: short prompts are then the same bit for bit."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters = parameters_of(config, layer_type)
+    assert parameters is not None
+    stock = copy.copy(config)
+    stock.rope_parameters = copy.deepcopy(parameters["stock"])
+    own = parameters_of(stock, layer_type) or {}
+    if (rope_type := own.get("rope_type", "default")) != "default":
+        table: Tensor = ROPE_INIT_FUNCTIONS[rope_type](stock, device, layer_type=layer_type)[0]
+        return table.to(device)
+    dim = 2 * law.rotary.pairs
+    return (1.0 / (law.rotary.rope_theta ** (torch.arange(0, dim, 2, dtype=torch.float) / dim))).to(device)
 
 
 def needs_attention(law: Law) -> bool:
