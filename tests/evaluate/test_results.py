@@ -70,3 +70,15 @@ def test_numbers_come_back_as_they_were(file):
     content = {**CONTENT, "rows": [{**ROW, "ppl": 1 / 3}]}
     write_json(file, content)
     assert json.loads(file.read_text()) == content
+
+
+def test_a_place_where_no_lock_can_be_made_is_not_taken_for_another_run(file, monkeypatch):
+    """On file systems such as /proc a lock that cannot be made looks like one that is held."""
+    import filelock
+
+    def held(self, **_):
+        raise filelock.Timeout(str(file))
+
+    monkeypatch.setattr(filelock.FileLock, "acquire", held)
+    with pytest.raises(ConfigError, match=f"cannot write {file}"), locked(file):
+        pass

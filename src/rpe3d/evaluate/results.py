@@ -51,6 +51,8 @@ def locked(path: Path) -> Iterator[None]:
     try:
         lock.acquire(blocking=False)
     except Timeout:
+        if not lock_file.exists():  # where no file can be made, it looks like one that is held
+            raise ConfigError(f"cannot write {path}", "give --json a place to write to") from None
         raise ConfigError(f"another run is writing to {path}", "wait for it, or give --json another file") from None
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}", "give --json a place to write to") from None
