@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from rpe3d import Law, make_law
-from rpe3d.attention import attention, decode_step
+from rpe3d.attention import attention, shared_step
 from stamp import COLUMNS, stamp
 
 Rows = list[dict[str, Any]]
@@ -263,7 +263,7 @@ def on_cpu(rows: Rows) -> None:
             for name in LAWS:
                 law = law_named(name, head_dim=64)
                 check_decode(law, q, k, v, library=grouped)
-                step = decode_step(q, k, v, law, turned=True)
+                step = shared_step(q, k, v, law, turned=True)
                 assert step is not None
                 layer, call, peer = alternately([partial(_layer, step), under(law, "decode"), grouped], sets, 60)
                 add(rows, "decode, a layer", name, tokens, 1, "decode", layer, "sdpa-cpu", peer, 0.85)

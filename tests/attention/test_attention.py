@@ -11,7 +11,7 @@ from rpe3d.attention import attention
 from rpe3d.rotation import cos_sin, rotate
 
 CHUNKY = {
-    "3d-rpe": {"chunk": 8, "window": 16, "reach": 28},
+    "3d-rpe": {"chunk": 8, "window": 16, "reach": 28, "fade": 0.75},
     "3d-rpe-definition": {"chunk": 24},
     "3d-rpe-dual-chunk": {"chunk": 20, "window": 24},
     "dca": {"chunk": 20, "window": 24},
@@ -58,7 +58,10 @@ def specification(q, k, v, law, **options):
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("name", laws())
 def test_the_specification_is_the_softmax_of_the_law_s_own_angles(name, turned):
-    """Scores written down pair by pair from relative_angles, in complex128: nothing of attention's own code."""
+    """Scores written down pair by pair from relative_angles, in complex128: nothing of attention's own code.
+
+    The far keys of 3D-RPE, more than two chunks of 8 away, weigh (28 / p)^(3/4) once p is above 28.
+    """
     law = law_for(name)
     q, k, v = vectors(b=1, h=2, g=2, t=60, s=60, dtype=torch.float64)
     position = torch.arange(60)
@@ -68,6 +71,10 @@ def test_the_specification_is_the_softmax_of_the_law_s_own_angles(name, turned):
     complexes = [torch.complex(x[..., :8], x[..., 8:]) for x in (q, k)]
     product = complexes[0][:, :, :, None] * complexes[1][:, :, None].conj()
     scores = (product * torch.exp(1j * angles)).real.sum(-1) * law.attention_scaling**2 / 4
+    if name == "3d-rpe":
+        weight = torch.where(position > 28, (28 / position.double()) ** 0.75, 1.0)[:, None]
+        far = position[:, None] // 8 - position[None, :] // 8 > 2
+        scores = scores + torch.where(far, weight.log(), 0.0)
     hidden = (position[None, :] > position[:, None]) | angles[..., 0].isnan()
     scores = scores.masked_fill(hidden, -torch.inf)
     torch.testing.assert_close(out, scores.softmax(-1) @ v, rtol=0, atol=1e-11)

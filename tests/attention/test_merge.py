@@ -55,6 +55,16 @@ def assert_equal(parts, out, lse, sinks=None, expected=None):
         assert (ours - exact).abs().max() <= unit * exact.abs().max().clamp(min=1.0)
 
 
+@IMPL
+def test_a_faded_part_weighs_less(impl, device):
+    """Its logarithms are lower by the row's fade before anything else; the others' are not."""
+    parts, fade = partials(3, device), torch.linspace(0, 4, 5, device=device)
+    marked = [Part(*part, faded=i != 1) for i, part in enumerate(parts)]
+    out, lse = poisoned_results(parts)
+    merge(marked, out, lse, fade=fade, impl=impl)
+    assert_equal([(o, s if i == 1 else s - fade) for i, (o, s) in enumerate(parts)], out, lse)
+
+
 def test_parts_of_the_keys_give_what_all_keys_give(device):
     """Flash-decoding's identity, in float64: softmax over a union from softmaxes over its parts."""
     q, k, v = (torch.randn(2, 3, n, 16, dtype=torch.float64, device=device) for n in (5, 70, 70))

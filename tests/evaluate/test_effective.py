@@ -94,7 +94,7 @@ def test_the_effective_context_ends_at_the_first_failure(measured, found):
     [(5120, 512, 2560), (2048, 128, 1024), (4096, 256, 2048), (131072, 512, 65536), (1024, 128, 512), (64, 16, 32)],
 )
 def test_chunk_and_window_follow_from_the_reach(reach, chunk, window):
-    assert pick(reach) == {"chunk": chunk, "window": window, "reach": reach}
+    assert pick(reach) == {"chunk": chunk, "window": window, "reach": reach, "fade": 0.5}
     rpe3d.make_law("3d-rpe", pretrained=reach, context=8 * reach, head_dim=64, **pick(reach))
 
 

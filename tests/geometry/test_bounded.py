@@ -8,6 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from rpe3d import make_law
+from rpe3d.config import ConfigError
 from rpe3d.geometry import decay_bound, resolution
 from rpe3d.geometry.three_d import bounded_regions
 
@@ -185,3 +186,22 @@ def test_the_default_rule_is_the_documented_one(pretrained, expected):
     """c = L_p / 16, w = 5/16 L_p, R = 5/8 L_p (docs/log.md)."""
     law = make_law("3d-rpe", pretrained=pretrained, context=8 * pretrained, head_dim=64)
     assert (law.chunk, law.window, law.reach) == expected
+
+
+def test_far_keys_fade_from_the_reach_on():
+    """A query at p > R gives them (R / p)^fade of their weight, and all of it before."""
+    law = make_law("3d-rpe", pretrained=8192, context=65536, head_dim=64)
+    near, far = law.regions
+    assert (near.fade, law.fade) == (None, 0.5)
+    weight = torch.exp(-far.fade(torch.tensor([0, 4096, 5120, 20480])))
+    torch.testing.assert_close(weight, torch.tensor([1.0, 1.0, 1.0, 0.5], dtype=torch.float64), rtol=1e-15, atol=0)
+
+
+def test_a_reach_of_one_s_own_comes_without_fading():
+    """Then a law is what its three numbers say, as its docstring has it; `fade` is there for the asking."""
+    given = {"pretrained": 8192, "context": 65536, "head_dim": 64, "reach": 5120}
+    assert make_law("3d-rpe", **given).fade == 0.0
+    assert all(region.fade is None for region in make_law("3d-rpe", **given).regions)
+    assert make_law("3d-rpe", **given, fade=0.25).regions[1].fade.rate == 0.25
+    with pytest.raises(ConfigError, match="fade"):
+        make_law("3d-rpe", **given, fade=-1)

@@ -50,7 +50,7 @@ def test_a_law_that_turns_the_wrong_way_is_found_out(monkeypatch):
         return right(query.flip(-1), key.flip(-1), value, law, **given)
 
     monkeypatch.setattr(registry, "attention", mirrored)
-    monkeypatch.setattr(registry, "decode_step", lambda *_, **__: None)  # so that decoding goes the same way
+    monkeypatch.setattr(registry, "shared_step", lambda *_, **__: None)  # so that decoding goes the same way
     (row,) = survey(["llama"])
     assert (row.verdict, row.reason) == ("WRONG", "a layer's scores are not the law's")
 

@@ -3,8 +3,9 @@
     out, lse = attention(q, k, v, law)                      # q [b, h, t, d], k and v [b, g, s, d]
     out, lse = attention(q, k, v, law, turned=True)         # q and k turned by stock RoPE already
 
-`reference` is the specification. `blocked` makes it of the machine's own attention calls. `decode` is for a few queries
-against a long cache: a kernel on a GPU, plain PyTorch elsewhere.
+`reference` is the specification. `blocked` makes it of the machine's own attention calls. `prefill` is one kernel for a
+prompt on a GPU, where that many calls would keep the host busy. `decode` is for a few queries against a long cache: a
+kernel on a GPU, plain PyTorch elsewhere.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rpe3d.attention import compiled, decode, reference
+from rpe3d.attention import compiled, reference
 from rpe3d.attention.contract import Inputs, Positions, check
 from rpe3d.attention.decode import Step
-from rpe3d.attention.dispatch import IMPLS, explain, run
+from rpe3d.attention.dispatch import IMPLS, explain, run, step
 from rpe3d.geometry import Law
 
-__all__ = ["IMPLS", "Inputs", "attention", "decode_step", "explain", "reference"]
+__all__ = ["IMPLS", "Inputs", "attention", "explain", "reference", "shared_step"]
 
 
 def attention(
@@ -45,8 +46,8 @@ def attention(
     Positions are ranges or integers [t] or [b, t], rising; without them the keys are 0 .. s - 1 and the queries the
     last of them. A mask is False at padding, on either side. `scale` defaults to 1 / sqrt(d); `softcap` bends scores
     by tanh; `sinks` is one logit per head that joins the denominator. With `turned` q and k have been turned by the
-    model's own RoPE, as a Hugging Face cache holds them. impl: "auto", "reference", "blocked" or "decode" (forward
-    only); `explain` says what "auto" would take, and why. backend: the library behind "blocked".
+    model's own RoPE, as a Hugging Face cache holds them. impl: "auto", "reference", "blocked", or forward only
+    "prefill" and "decode"; `explain` says what "auto" would take, and why. backend: the library behind "blocked".
     """
     if torch.compiler.is_compiling() and not (torch.is_grad_enabled() and _any_requires_grad(q, k, v, sinks)):
         return _compiled(
@@ -83,13 +84,12 @@ def attention(
     return out, lse
 
 
-def decode_step(q: Tensor, k: Tensor, v: Tensor, law: Law, **given: Any) -> Step | None:
-    """`attention` of a decoding step as a function of q, k, v and sinks, for all layers whose vectors look like these.
+def shared_step(q: Tensor, k: Tensor, v: Tensor, law: Law, **given: Any) -> Step | None:
+    """`attention` as a function of q, k, v and sinks, for all layers of a forward whose vectors look like these.
 
-    Everything but the vectors is checked and chosen once. None where "auto" does not decode. No gradient flows.
+    Everything but the vectors is checked and chosen once. None where "auto" takes no kernel of ours. No gradient flows.
     """
-    x = check(q, k, v, law, **given)
-    return decode.step(x) if explain(x)[0] == "decode" else None
+    return step(check(q, k, v, law, **given))
 
 
 def _any_requires_grad(*tensors: Tensor | None) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from rpe3d.attention.merge import MOST, Part, add_up, merge, merge_checked
 from rpe3d.attention.schedule import Block, Call, schedule
 from rpe3d.attention.table import table
 from rpe3d.config import freeze
-from rpe3d.geometry import Law, Region, Turn
+from rpe3d.geometry import Fade, Law, Region, Turn
 from rpe3d.geometry.plan import STOCK
 from rpe3d.rotation import rotate
 
@@ -68,12 +69,23 @@ class Task:
         start, stop = max(call.key, slab.start), min(call.key + call.columns, slab.stop)
         return replace(call, key=start, columns=stop - start) if start < stop else None
 
+    def fade(self, dtype: torch.dtype) -> Float[Tensor, " t"] | None:
+        """What fading takes from the log-sum-exp of each query's faded parts."""
+        fades = {region.fade for region in self.regions if region.fade is not None}
+        assert len(fades) <= 1, "the parts of a row fade alike"
+        return _fade(fades.pop(), self.queries, self.frequencies.device, dtype) if fades else None
+
     def turn(self, x: Tensor, turn: Turn, positions: range, *, back: bool = False) -> Tensor:
         """Vectors at these positions, from stock RoPE to where `turn` puts them, or back."""
         if turn == STOCK:
             return x
         cos, sin = table(turn, positions, self.frequencies, torch.promote_types(x.dtype, torch.float32))
         return rotate(x, None, cos, -sin if back else sin, interleaved=self.law.rotary.interleaved)[0]
+
+
+@lru_cache(maxsize=8)  # the layers of a model ask for the same one
+def _fade(fade: Fade, queries: range, device: torch.device, dtype: torch.dtype) -> Float[Tensor, " t"]:
+    return fade(torch.arange(queries.start, queries.stop)).to(device, dtype)
 
 
 class Blocked(torch.autograd.Function):
@@ -106,12 +118,14 @@ def _forward(task: Task, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
     """Run every block of every pass and merge its parts into the result."""
     if len(task.blocks) == 1 and len(task.blocks[0].calls) == 1:  # a prompt on which nothing is far
         (call,) = task.blocks[0].calls
-        if task.regions[call.region].query == STOCK == task.regions[call.region].key:
+        region = task.regions[call.region]
+        if region.query == STOCK == region.key and region.fade is None:
             return task.backend.forward(q, k, v, call.shape == "causal", task.scale)
     # In the layout of q: a model's output projection then finds a token's heads together, as with plain attention.
     out = torch.empty_like(q) if v.shape[3] == q.shape[3] else q.new_empty(*q.shape[:3], v.shape[3])
     lse = torch.empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
     fused = q.is_cuda and q.dtype != torch.float64
+    fade = task.fade(lse.dtype)
     for slab, work in task.passes():
         far: dict[Turn, Tensor] = {}
         for block, calls in work:
@@ -120,9 +134,10 @@ def _forward(task: Task, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
             parts = _forward_block(task, q, k, v, block, calls, slab, far)
             if slab.start:
                 parts.append(total)
-            merge_checked(parts[:MOST], total.out, total.lse, fused=fused)
+            less = None if fade is None else fade[here]
+            merge_checked(parts[:MOST], total.out, total.lse, fade=less, fused=fused)
             for n in range(MOST, len(parts), MOST - 1):
-                merge_checked([total, *parts[n : n + MOST - 1]], total.out, total.lse, fused=fused)
+                merge_checked([total, *parts[n : n + MOST - 1]], total.out, total.lse, fade=less, fused=fused)
             del parts  # before the next block's are made
     return out, lse
 
@@ -167,11 +182,12 @@ def _keys(task: Task, k: Tensor, turn: Turn, call: Call, slab: range, far: dict[
 
 def _run(task: Task, call: Call, start: int, q: Tensor, k: Tensor, v: Tensor) -> Part:
     """One library call; its rows begin at `start` in the block."""
+    faded = task.regions[call.region].fade is not None
     if call.shape == "reverse":
         out, lse = task.backend.forward(*_reversed(q, k, v), True, task.scale)
-        return Part(out.flip(2), lse.flip(2), start)
+        return Part(out.flip(2), lse.flip(2), start, faded=faded)
     out, lse = task.backend.forward(q, k, v, call.shape == "causal", task.scale)
-    return Part(out, lse, start, call.step if call.times > 1 else 0)
+    return Part(out, lse, start, call.step if call.times > 1 else 0, faded)
 
 
 def _backward(
@@ -183,6 +199,9 @@ def _backward(
     dk: dict[Turn, Tensor] = {STOCK: torch.zeros(k.shape, dtype=precise, device=k.device)}
     dv = torch.zeros(v.shape, dtype=precise, device=v.device)
     far: dict[Turn, Tensor] = {}
+    # A faded part's weights are exp(s - fade - lse): its backward sees a larger log-sum-exp.
+    fade = task.fade(lse.dtype)
+    faded = lse if fade is None else lse + fade
     for block in schedule(task.regions, task.queries, task.keys, task.backward_rows):
         here = _rows(block.rows, task.queries)
         turned: dict[Turn, Tensor] = {STOCK: q[:, :, here]}
@@ -203,7 +222,7 @@ def _backward(
                 _window(far.get(region.key, k), call.key, call.columns, call),
                 _window(v, call.key, call.columns, call),
                 _window(out[:, :, here], start, call.rows, call),
-                _window(lse[:, :, here, None], start, call.rows, call)[..., 0],
+                _window((lse if region.fade is None else faded)[:, :, here, None], start, call.rows, call)[..., 0],
             )
             parts.setdefault(region.query, []).append(Part(gq, gq, start, call.step if call.times > 1 else 0))
             _add(dk[region.key], gk, call.key, call)

@@ -93,13 +93,14 @@ def step(x: Inputs) -> Step:
 class Plan:
     """A law as the kernel is compiled for it.
 
-    The chunk that tiles keep to (None: no chunks); for each region its band, as (unit, first, last, keys), and whether
-    it turns q at all.
+    The chunk that tiles keep to (None: no chunks); for each region its band, as (unit, first, last, keys), whether it
+    turns q at all, and whether it fades.
     """
 
     chunk: int | None = None
     bands: tuple[tuple[int, int, int, int], ...] = ()
     turning: tuple[bool, ...] = ()
+    fading: tuple[bool, ...] = ()
     refusal: str | None = None
 
 
@@ -121,7 +122,8 @@ def plan(law: Law) -> Plan:
     chunk = chunks.pop() if chunks else None
     if chunk is not None and chunk < LEAST_CHUNK:
         return Plan(refusal=f"its chunks of {chunk} tokens are shorter than {LEAST_CHUNK}")
-    return Plan(chunk=chunk, bands=tuple(map(band, law.regions)), turning=tuple(turning))
+    fading = tuple(region.fade is not None for region in law.regions)
+    return Plan(chunk=chunk, bands=tuple(map(band, law.regions)), turning=tuple(turning), fading=fading)
 
 
 def band(region: Region) -> tuple[int, int, int, int]:
@@ -155,9 +157,9 @@ def table(law: Law, device: torch.device) -> Float64[Tensor, " n"]:
 
 
 def region_row(region: Region) -> list[float]:
-    """A region's turns in twelve numbers; angles in whole turns, so that the kernel drops them by rounding.
+    """A region's turns and fading in fifteen numbers; angles in whole turns, so that the kernel drops them by rounding.
 
-    The query's turn, and the key's as its shift x(p) - p = slope · j + start in chunk j.
+    The query's turn, the key's as its shift x(p) - p = slope · j + start in chunk j, and rate, start and 1 / span.
     """
     query, key = region.query, region.key
     chunkwise = not still(key)
@@ -172,6 +174,7 @@ def region_row(region: Region) -> list[float]:
         *_phase(query.phase),
         *_phase(key.phase),
         (_constant(query.phase) - _constant(key.phase)) / (2 * math.pi),
+        *((0.0, 0.0, 1.0) if region.fade is None else (region.fade.rate, region.fade.start, 1 / region.fade.span)),
     ]
 
 

@@ -26,7 +26,7 @@ from rpe3d.attention.decode import Plan
 from rpe3d.rotation.launch import Launcher
 
 LEAST_KEYS = 256  # of a split: with fewer, merging costs more than it saves
-ROW = tl.constexpr(12)  # numbers per region in the table
+ROW = tl.constexpr(15)  # numbers per region in the table
 NEVER = tl.constexpr(2**31 - 1)
 LOG2_E = math.log2(math.e)
 
@@ -88,6 +88,14 @@ def _query_turn(row, p):
     x += tl.load(row + 2) * j.to(tl.float64) + tl.load(row + 3) - p.to(tl.float64) - tl.load(row + 6)
     phase = tl.load(row + 7) * tl.exp2((-tl.load(row + 8) * j.to(tl.float64)).to(tl.float32)).to(tl.float64)
     return x, phase + tl.load(row + 11)
+
+
+@triton.jit
+@no_type_check
+def _fade(row, p):
+    """Fade(p), in base 2: what the scores of a region lose."""
+    times = ((p.to(tl.float64) - tl.load(row + 13)) * tl.load(row + 14)).to(tl.float32)
+    return tl.load(row + 12).to(tl.float32) * tl.log2(tl.maximum(times, 1.0))
 
 
 @triton.jit
@@ -237,6 +245,7 @@ def _decode_kernel(
     INTERLEAVED: tl.constexpr,
     BANDS: tl.constexpr,
     TURNING: tl.constexpr,
+    FADING: tl.constexpr,
     CHUNK: tl.constexpr,
     SPLIT: tl.constexpr,
     LEAST_TILES: tl.constexpr,
@@ -320,6 +329,8 @@ def _decode_kernel(
         if (TURNING >> r) & 1:
             x, phase = _query_turn(row, p)
             slope, key_phase, key_rate = tl.load(row + 5), tl.load(row + 9), tl.load(row + 10)
+        if (FADING >> r) & 1:
+            fade = _fade(row, p)
         for tile in range(first_tile + tl.maximum(begin - before, 0), first_tile + tl.minimum(end - before, count)):
             j = tile // PER_CHUNK
             within = (tile - j * PER_CHUNK) * BLOCK_N
@@ -343,6 +354,8 @@ def _decode_kernel(
             if softcap is not None:
                 fall = tl.exp2(-2.8853900817779268 * tl.abs(score))
                 score = softcap * tl.where(score < 0, -1.0, 1.0) * (1.0 - fall) / (1.0 + fall)
+            if (FADING >> r) & 1:
+                score -= fade[:, None]
             seen = exist[None, :]
             if QUERIES > 1:
                 seen = seen & (column[None, :] >= (row_low - position)[:, None])
@@ -475,6 +488,7 @@ class Step:
                 "INTERLEAVED": x.law.rotary.interleaved,
                 "BANDS": plan.bands,
                 "TURNING": sum(turns << r for r, turns in enumerate(plan.turning)),
+                "FADING": sum(fades << r for r, fades in enumerate(plan.fading)),
                 "CHUNK": block_n if plan.chunk is None else plan.chunk,  # without chunks, tiles are as good
                 "SPLIT": splits > 1,
                 "LEAST_TILES": least_tiles,

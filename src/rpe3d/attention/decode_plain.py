@@ -36,6 +36,8 @@ class Piece:
     """By how much the keys are turned."""
     mask: Float[Tensor, "n 1 r c"] | None = None
     """Added to the scores: -inf where a row does not see a key. None: all see all."""
+    fade: Float[Tensor, " r"] | None = None
+    """What the weight of these keys loses, for every row."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,8 @@ class Step:
             if piece.table is not None:
                 keys = rotate(keys, None, *piece.table, interleaved=self.interleaved)[0]
             here = rows if piece.turns is None else turned[piece.turns]
-            results.append(self.attend(here, keys, values, piece.mask))
+            some, log = self.attend(here, keys, values, piece.mask)
+            results.append((some, log if piece.fade is None else log - piece.fade))
         out, lse = _merged(results, rows, v, None if sinks is None else sinks.view(g, -1, 1).expand(b, g, -1, t))
         return out.view(b, h, t, -1), lse.reshape(b, h, t)
 
@@ -158,7 +161,8 @@ def _part(x: Inputs, batch: slice, queries: list[int], where: slice, positions: 
             offset = where.start - positions.start
             keys = slice(low + offset, high + offset)
             mask = _mask(x, seen, low, high, n)
-            pieces.append(Piece(keys=keys, runs=n, turns=turns, table=table, mask=mask))
+            fade = None if region.fade is None else region.fade(query).to(precise).repeat(rows // len(queries))
+            pieces.append(Piece(keys=keys, runs=n, turns=turns, table=table, mask=mask, fade=fade))
     return Part(batch, pieces, cos_sin(torch.cat(angles), dtype=precise) if angles else None)
 
 

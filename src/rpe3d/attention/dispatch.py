@@ -1,23 +1,32 @@
-"""Which implementation runs a problem, and how a batch becomes tasks of consecutive positions."""
+"""Which implementation runs a problem."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rpe3d.attention import decode, reference
+from rpe3d.attention import decode, prefill, reference
 from rpe3d.attention.blocked import Blocked, Task
-from rpe3d.attention.contract import Inputs, placed
+from rpe3d.attention.contract import Inputs
 from rpe3d.attention.library import backend_for
+from rpe3d.attention.schedule import schedule
+from rpe3d.attention.spans import Span, spans
 from rpe3d.config import ConfigError, choice
+from rpe3d.geometry import Law
 from rpe3d.geometry.plan import STOCK
 from rpe3d.rotation import cos_sin, rotate
 
-IMPLS = ("auto", "reference", "blocked", "decode")
+IMPLS = ("auto", "reference", "blocked", "decode", "prefill")
+NARROW = 64
+FLOPS_PER_CALL = {True: 1e12, False: 5e10}
+"""What the prefill kernel may compute for every library call that it saves, in heads of at most NARROW dimensions and
+in wider ones: each call takes 60 µs of the host's time and, at a new length, the making of a plan; the library computes
+faster. On an H200 the kernel is as fast as all calls together up to 64k tokens of 9 heads of dimension 64, and at 128 has
+440 of cuDNN's 600 TFLOP/s (docs/log.md)."""
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -30,6 +39,8 @@ def run(x: Inputs, impl: str = "auto", backend: str | None = None) -> tuple[Tens
         if impl == "decode" and (refusal := decode.supports(x)):
             raise ConfigError(f"a decoding step cannot run this: {refusal}", 'use impl="auto"')
         return decode.attend(x)
+    if chosen == "prefill" and (impl == "prefill" or backend is None):
+        return _prefill(x, asked=impl == "prefill")
     return _blocked(x, backend)
 
 
@@ -43,24 +54,68 @@ def explain(x: Inputs) -> tuple[str, str]:
         return "decode", "few queries: one kernel reads every key once"
     if x.q.dtype == torch.float64 and x.q.device.type == "cuda":
         return "reference", "no library attention takes float64 on CUDA"
-    return "blocked", f"{backend_for(x.q, x.v).name} attention calls, merged"
+    library = f"{backend_for(x.q, x.v).name} attention calls, merged"
+    return choose_prompt(x, library) if x.q.is_cuda else ("blocked", library)
 
 
-@dataclass(frozen=True)
-class Span:
-    """Sequences of the batch with the same consecutive tokens: where they lie in the tensors, and their positions."""
+def choose_prompt(x: Inputs, library: str) -> tuple[str, str]:
+    """What a GPU runs a prompt with, and why: `library` calls or the prefill kernel."""
+    if lack := prefill.lacks(x):
+        return "blocked", f"{library} (the prefill kernel: {lack})"
+    (b, h, t, d), s = x.q.shape, x.k.shape[2]
+    # As if the queries were the last tokens: to ask the device where they stand would take longer.
+    calls, flops = (0, 0) if x.softcap else _work(x.law, range(max(0, s - t), s), range(s), _rows(x.q, s), b)
+    flops *= b * h * d
+    if calls == 0:
+        return "prefill", "one kernel: no library call fits"
+    if calls == 1 or x.q.dtype == torch.float32 or flops > FLOPS_PER_CALL[d <= NARROW] * calls:
+        return "blocked", library
+    return "prefill", f"one kernel instead of {calls} library calls"
 
-    batch: slice
-    query: slice
-    key: slice
-    queries: range
-    keys: range
+
+@lru_cache(maxsize=64)  # the layers of a model ask for the same
+def _work(law: Law, queries: range, keys: range, rows: int, batch: int) -> tuple[int, int]:
+    """Library calls that `blocked` makes, none where no schedule fits; and floating point operations per dimension."""
+    calls = [call for block in schedule(law.regions, queries, keys, rows) for call in block.calls]
+    alone = any(call.times > 1 for call in calls)  # then sequences go one by one
+    flops = sum((4 if call.shape == "full" else 2) * call.times * call.rows * call.columns for call in calls)
+    return len(calls) * (batch if alone else 1), flops
+
+
+def step(x: Inputs) -> decode.Step | None:
+    """The kernel that "auto" takes, as a function of the vectors; None where it takes none."""
+    chosen = explain(x)[0]
+    if chosen == "decode":
+        return decode.step(x)
+    made = prefill_step(x) if chosen == "prefill" and x.turned else ""
+    return None if isinstance(made, str) else made
+
+
+def prefill_step(x: Inputs) -> prefill.Step | str:
+    """The prefill kernel for this problem and others like it, turned by stock RoPE; or why there is none."""
+    if lack := prefill.lacks(x):
+        return lack
+    runs = list(spans(x))
+    known = [span for span in runs if span is not None]
+    if not known or len(known) < len(runs):
+        return "its positions are not consecutive, or a query is not among the keys"
+    return prefill.Step(x, known)
+
+
+def _prefill(x: Inputs, *, asked: bool) -> tuple[Tensor, Tensor]:
+    step = prefill_step(x)
+    if not isinstance(step, str):
+        x = x if x.turned else _stock(x)
+        return step(x.q, x.k, x.v, x.sinks)
+    if asked:
+        raise ConfigError(f"the prefill kernel cannot run this: {step}", 'use impl="auto"')
+    return _blocked(x, None)
 
 
 def _blocked(x: Inputs, backend: str | None) -> tuple[Tensor, Tensor]:
-    spans = list(_spans(x))
+    runs = list(spans(x))
     # No library has softcap, few have values of another size; these, and positions without a schedule, are tiled.
-    if x.softcap is not None or x.v.shape[3] != x.q.shape[3] or any(span is None for span in spans):
+    if x.softcap is not None or x.v.shape[3] != x.q.shape[3] or None in runs:
         return _tiled(x)
     if not x.turned:
         x = _stock(x)
@@ -68,7 +123,7 @@ def _blocked(x: Inputs, backend: str | None) -> tuple[Tensor, Tensor]:
     x = replace(x, q=_unscattered(x.q), k=_unscattered(x.k), v=_unscattered(x.v))
     theta, library = x.frequencies, backend_for(x.q, x.v, backend)
     results = []
-    for span in spans:
+    for span in runs:
         assert span is not None
         task = Task(
             law=x.law,
@@ -117,35 +172,6 @@ def _gathered(x: Inputs, results: list[tuple[slice, Span, Tensor, Tensor]]) -> t
         out[batch, :, span.query] = o
         lse[batch, :, span.query] = s
     return out, lse
-
-
-def _spans(x: Inputs) -> Iterator[Span | None]:
-    """Runs of consecutive tokens, one per sequence, or one for all where nothing is masked; None: not consecutive."""
-    masked = x.query_mask is not None or x.key_mask is not None
-    if isinstance(x.queries, range) and isinstance(x.keys, range) and not masked:
-        everything = slice(None)
-        if x.queries.stop > x.keys.stop or x.queries.start < x.keys.start:
-            yield None  # a query without its own key: not what the schedule is made for
-            return
-        yield Span(everything, everything, everything, x.queries, x.keys)
-        return
-    query, key = x.positions()
-    queries = x.query_runs or placed(query, x.query_mask).runs
-    keys = x.key_runs or placed(key, x.key_mask).runs
-    if None in queries or None in keys:
-        reference.check_order("query_positions", query, x.query_mask)
-        reference.check_order("key_positions", key, x.key_mask)
-        yield None
-        return
-    for b, (q, k) in enumerate(zip(queries, keys, strict=True)):
-        assert q is not None
-        assert k is not None
-        if not len(q[1]):
-            continue
-        if q[1].stop > k[1].stop or q[1].start < k[1].start:
-            yield None
-            return
-        yield Span(slice(b, b + 1), q[0], k[0], q[1], k[1])
 
 
 def _stock(x: Inputs) -> Inputs:

@@ -28,6 +28,8 @@ class Part(NamedTuple):
     lse: Float[Tensor, "n h rows"]
     start: int = 0
     step: int = 0
+    faded: bool = False
+    """Its weight is less by `fade`, of which the merge has one for every row."""
 
 
 def merge(
@@ -36,36 +38,47 @@ def merge(
     lse: Float[Tensor, "b h t"],
     *,
     sinks: Float[Tensor, " h"] | None = None,
+    fade: Float[Tensor, " t"] | None = None,
     impl: str = "auto",
 ) -> None:
     """out = Σ_i o_i exp(lse_i - lse), lse = log Σ_i exp(lse_i), written into the tensors given.
 
     One to twelve parts, any strides with a contiguous last dimension. A row that a part does not hold, or where lse_i
     is -inf, was not seen by it, and o_i is not looked at, whatever it holds; seen by none, a row is zeros and -inf.
-    `sinks` is one logit per head that joins the denominator alone. `out` and `lse` may be those of one of the parts
+    `sinks` is one logit per head that joins the denominator alone. `fade` is first taken from the lse_i of parts that
+    are `faded`. `out` and `lse` may be those of one of the parts
     (the very same memory: every element is read before it is written), and may not overlap them otherwise. No
     gradient flows. impl: "torch" is plain operations, "triton" one pass over memory in float32, "auto" the kernel on
     CUDA.
     """
     choice("impl", impl, IMPLS)
     whole = [Part(*part) for part in parts]
-    _check(whole, out, lse, sinks)
+    _check(whole, out, lse, sinks, fade)
     exact = torch.float64 in (out.dtype, lse.dtype, *(part.out.dtype for part in whole))
     if impl == "triton" and (exact or not _HAS_TRITON):
         problem = "a tensor is float64" if exact else "Triton is not installed"
         raise ConfigError(f'impl is "triton" but {problem}', 'pass impl="auto"')
-    merge_checked(whole, out, lse, sinks, fused=impl == "triton" or (impl == "auto" and out.is_cuda and not exact))
+    fused = impl == "triton" or (impl == "auto" and out.is_cuda and not exact)
+    merge_checked(whole, out, lse, sinks, fade, fused=fused)
 
 
-def merge_checked(parts: Sequence[Part], out: Tensor, lse: Tensor, sinks: Tensor | None = None, *, fused: bool) -> None:
+def merge_checked(
+    parts: Sequence[Part],
+    out: Tensor,
+    lse: Tensor,
+    sinks: Tensor | None = None,
+    fade: Tensor | None = None,
+    *,
+    fused: bool,
+) -> None:
     """`merge` for arguments known to be right, as those of the blocks are, of which there are many."""
     with torch.no_grad():
         if not (fused and _HAS_TRITON):
-            _plain(parts, out, lse, sinks)
+            _plain(parts, out, lse, sinks, fade)
             return
         from rpe3d.attention import merge_kernel
 
-        merge_kernel.merge(parts, out, lse, sinks)
+        merge_kernel.merge(parts, out, lse, sinks, fade)
 
 
 def add_up(parts: Sequence[Part], out: Float[Tensor, "b h t e"]) -> None:
@@ -87,13 +100,15 @@ def add_up(parts: Sequence[Part], out: Float[Tensor, "b h t e"]) -> None:
     out.copy_(total)
 
 
-def _plain(parts: Sequence[Part], out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
+def _plain(parts: Sequence[Part], out: Tensor, lse: Tensor, sinks: Tensor | None, fade: Tensor | None) -> None:
     """The specification of the kernel: everything is computed before anything is written."""
     precise = torch.promote_types(lse.dtype, torch.float32)
     logs = torch.full((len(parts) + 1, *lse.shape), -torch.inf, dtype=precise, device=lse.device)
     for log, part in zip(logs, parts, strict=False):
         for rows, seen in _held(part, part.lse):
             log[:, :, rows] = seen
+        if part.faded and fade is not None:
+            log -= fade
     if sinks is not None:
         logs[-1] = sinks.to(precise)[None, :, None]
     merged = logs.logsumexp(0)
@@ -115,7 +130,7 @@ def _held(part: Part, x: Tensor) -> list[tuple[slice, Tensor]]:
     return [(slice(a, a + x.shape[2]), x[n : n + 1]) for n, a in enumerate(starts)]
 
 
-def _check(parts: Sequence[Part], out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
+def _check(parts: Sequence[Part], out: Tensor, lse: Tensor, sinks: Tensor | None, fade: Tensor | None) -> None:
     if not 1 <= len(parts) <= MOST:
         raise ConfigError(f"there are {len(parts)} parts", f"merge 1 to {MOST} at a time")
     if out.ndim != 4 or lse.shape != out.shape[:3] or out.stride(3) != 1:
@@ -137,3 +152,7 @@ def _check(parts: Sequence[Part], out: Tensor, lse: Tensor, sinks: Tensor | None
             raise ConfigError(f"part {i} is not contiguous in its last dimension", "make it so")
     if sinks is not None and sinks.shape != out.shape[1:2]:
         raise ConfigError(f"sinks is {tuple(sinks.shape)}", f"give one number per head, {tuple(out.shape[1:2])}")
+    if fade is None and any(part.faded for part in parts):
+        raise ConfigError("a part is faded, and there is no fade", "give one number per row")
+    if fade is not None and (fade.shape != (t,) or fade.stride(0) != 1):
+        raise ConfigError(f"fade is {tuple(fade.shape)}", f"give one number per row, {(t,)}, contiguous")

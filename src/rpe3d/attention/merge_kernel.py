@@ -44,6 +44,7 @@ def _merge_kernel(
     out,
     lse,
     sinks,
+    fade,
     heads,
     tokens,
     out_b,
@@ -53,6 +54,7 @@ def _merge_kernel(
     lse_h,
     lse_t,
     SINKS: tl.constexpr,
+    FADED: tl.constexpr,
     PARTS: tl.constexpr,
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -72,11 +74,15 @@ def _merge_kernel(
     largest = tl.full([BLOCK_T], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_T], tl.float32)
     result = tl.zeros([BLOCK_T, WIDTH], tl.float32)
+    if FADED:
+        less = tl.load(fade + t, mask=live, other=0.0)
     for i in tl.static_range(PARTS):
         n, row, held = _row(first, tokens, places[i], ALIGNED, BLOCK_T)
         n += b
         at = n * lse_strides[i][0] + h * lse_strides[i][1] + row * lse_strides[i][2]
         log = tl.load(lses[i] + at, mask=held, other=float("-inf")).to(tl.float32)
+        if (FADED >> i) & 1:
+            log -= less
         at = n * part_strides[i][0] + h * part_strides[i][1] + row * part_strides[i][2]
         o = tl.load(parts[i] + at[:, None] + j, mask=held[:, None] & (j < DIM), other=0.0).to(tl.float32)
         o = tl.where(log[:, None] == float("-inf"), 0.0, o)
@@ -148,7 +154,7 @@ INTERPRETED = _merge.interpreted
 """The kernel runs in Triton's interpreter, and so takes CPU tensors."""
 
 
-def merge(parts: Sequence[Part], out: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
+def merge(parts: Sequence[Part], out: Tensor, lse: Tensor, sinks: Tensor | None, fade: Tensor | None) -> None:
     """Launch for checked arguments."""
     if not out.is_cuda and not INTERPRETED:
         raise ConfigError(f'impl is "triton" but out is on {out.device}', 'move it to a GPU, or pass impl="auto"')
@@ -166,11 +172,12 @@ def merge(parts: Sequence[Part], out: Tensor, lse: Tensor, sinks: Tensor | None)
             out,
             lse,
             out if sinks is None else sinks,
+            lse if fade is None else fade,
             *out.shape[1:3],
             *out.stride()[:3],
             *lse.stride(),
         ),
-        {"SINKS": sinks is not None, **constants},
+        {"SINKS": sinks is not None, "FADED": sum(part.faded << i for i, part in enumerate(parts)), **constants},
         _OPTIONS,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from rpe3d.attention.contract import Inputs
@@ -12,7 +12,7 @@ from rpe3d.rotation import cos_sin, rotate
 
 
 def attend(x: Inputs) -> tuple[Float[Tensor, "b h t e"], Float[Tensor, "b h t"]]:
-    """softmax(scale · q k*) v with each pair's own turn; the output and the log-sum-exp of every row.
+    """softmax(scale · q k* - fade) v with each pair's own turn; the output and the log-sum-exp of every row.
 
     A pair is visible if both are tokens, the key does not come after the query, and a region of the law holds it. A
     row that sees nothing is zeros, and its log-sum-exp -inf (or the sink's alone).
@@ -24,7 +24,7 @@ def attend(x: Inputs) -> tuple[Float[Tensor, "b h t e"], Float[Tensor, "b h t"]]
     scores = _scores(x, q, k) * x.scale
     if x.softcap is not None:
         scores = x.softcap * torch.tanh(scores / x.softcap)
-    scores = scores.masked_fill(~visible(x)[:, None], -torch.inf)
+    scores = _faded(x, scores).masked_fill(~visible(x)[:, None], -torch.inf)
     if x.sinks is not None:
         sink = x.sinks.to(precise)[None, :, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sink], dim=-1)
@@ -44,9 +44,25 @@ def _scores(x: Inputs, q: Float[Tensor, "b h t d"], k: Float[Tensor, "b h s d"])
             cos, sin = cos_sin(x.angles(turn, positions, theta), scaling=x.scaling, dtype=q.dtype)
             interleaved = x.law.rotary.interleaved
             turned.append(rotate(vectors, None, cos, sin, interleaved=interleaved, impl="reference")[0])
-        pairs = torch.broadcast_tensors(query[:, :, None], key[:, None, :])
-        scores = torch.where(region.contains(*pairs)[:, None], turned[0] @ turned[1].transpose(-1, -2), scores)
+        scores = torch.where(region.contains(*_pairs(x))[:, None], turned[0] @ turned[1].transpose(-1, -2), scores)
     return scores
+
+
+def _faded(x: Inputs, scores: Float[Tensor, "b h t s"]) -> Float[Tensor, "b h t s"]:
+    """Scores less what the fading of each pair's region takes."""
+    query, key = _pairs(x)
+    for region in x.law.regions:
+        if region.fade is not None:
+            fade = region.fade(query).masked_fill(~region.contains(query, key), 0.0)
+            scores = scores - fade.to(scores.dtype)[:, None]
+    return scores
+
+
+def _pairs(x: Inputs) -> tuple[Int[Tensor, "b t s"], Int[Tensor, "b t s"]]:
+    """The positions of all pairs."""
+    query, key = x.positions()
+    query, key = torch.broadcast_tensors(query[:, :, None], key[:, None, :])
+    return query, key
 
 
 def visible(x: Inputs) -> Bool[Tensor, "b t s"]:
@@ -54,7 +70,7 @@ def visible(x: Inputs) -> Bool[Tensor, "b t s"]:
     query, key = x.positions()
     check_order("query_positions", query, x.query_mask)
     check_order("key_positions", key, x.key_mask)
-    pairs = torch.broadcast_tensors(query[:, :, None], key[:, None, :])
+    pairs = _pairs(x)
     inside: Tensor = torch.stack([region.contains(*pairs) for region in x.law.regions]).any(0) & (pairs[1] <= pairs[0])
     if x.query_mask is not None:
         inside = inside & x.query_mask[:, :, None]

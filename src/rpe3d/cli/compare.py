@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rpe3d.cli.arguments import folder, laws, need, sizes
+from rpe3d.config import choice
 
 if TYPE_CHECKING:
     from rpe3d.evaluate.row import Progress
@@ -36,6 +37,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_model_arguments(parser)
     add("--json", metavar="FILE", type=Path, help="keep the rows here; the same command goes on where it stopped")
     add("--overwrite", action="store_true", help="start over where --json has results of something else")
+    add("--against", metavar="LAW", help="a second table: every law less this one, with 95 %% intervals")
     add("--report", metavar="DIR", type=Path, help="a page with the table and its plots (and DIR/compare.json)")
 
 
@@ -77,6 +79,8 @@ def run(arguments: Namespace) -> int:
         measures=arguments.measures.split(","),
         **{name: getattr(arguments, name) for name in ("protocol", "windows", "copies", "passkeys", "seed", "batch")},
     )
+    if arguments.against:
+        choice("law", arguments.against, [law.label for law in given])
     texts = read_texts(arguments.texts)
     check_bytes(texts, settings.lengths)
     file: Path | None = arguments.json
@@ -104,6 +108,8 @@ def run(arguments: Namespace) -> int:
         )
     if first:
         print_table(results)
+        if arguments.against:
+            print_differences(results, arguments.against)
         for text in results["texts"]:
             if text["tokens"] < max(settings.lengths):
                 note = f"{text['name']} has {text['tokens']} tokens, so longer windows are of other texts"
@@ -173,6 +179,28 @@ def print_table(results: dict[str, Any]) -> None:
         speed = "" if row["tokens_per_second"] is None else f"{row['tokens_per_second']:.0f}"
         status = "" if row["status"] == "ok" else row["status"]
         table.add_row(row["law"], str(row["length"]), *measured, passkeys, speed, status)
+    Console().print(table)
+
+
+def print_differences(results: dict[str, Any], against: str) -> None:
+    """Every law less one of them, on stdout: perplexity in percent, copying in nats, passkeys as a share."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from rpe3d.evaluate.paired import paired
+
+    scales = {"nll": 100.0, "tail_nll": 100.0, "copy_nll": 1.0, "passkey": 1.0}
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=f"less {against} (95 % interval)", title_justify="left")
+    table.add_column("law", overflow="fold")
+    for column in ("length", "ppl %", "tail ppl %", "copy nll", "passkey"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in paired(results, against):
+        shown = []
+        for name, scale in scales.items():
+            d = row.get(name)
+            shown.append(f"{scale * d.mean:+.2f} ({scale * d.low:+.2f} .. {scale * d.high:+.2f})" if d else "")
+        table.add_row(row["law"], str(row["length"]), *shown)
     Console().print(table)
 
 

@@ -99,7 +99,7 @@ def _print_distances(distances: list[Distance]) -> None:
     Console().print(table)
 
 
-def _reasons(used: int, pretrained: int, at_most: float, law: dict[str, int]) -> list[str]:
+def _reasons(used: int, pretrained: int, at_most: float, law: dict[str, Any]) -> list[str]:
     """What was chosen, and why, one line each."""
     if not used:
         return [
@@ -112,4 +112,5 @@ def _reasons(used: int, pretrained: int, at_most: float, law: dict[str, int]) ->
         f"reach {law['reach']}: no pair is shown a distance that the model does not use",
         f"window {law['window']}: half of the reach, in whole chunks, is exact",
         f"chunk {law['chunk']}: a tenth of the reach, as a power of two from 128 to 512",
+        f"fade {law['fade']:g}: at position p beyond the reach, far keys have (reach / p)^{law['fade']:g} of their weight",
     ]

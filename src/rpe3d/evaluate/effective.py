@@ -21,6 +21,7 @@ from rpe3d.config import ConfigError
 from rpe3d.evaluate.likelihood import token_nll
 from rpe3d.evaluate.row import Progress
 from rpe3d.evaluate.texts import Tokens
+from rpe3d.geometry.three_d import FADE
 
 STEPS = 8
 AT_MOST = 0.5
@@ -134,4 +135,4 @@ def pick(reach: int) -> dict[str, Any]:
     The defaults of `3d-rpe` have the same form, with 5/8 of the pretrained length as the reach.
     """
     chunk = min(512, max(128, 1 << (reach // 10).bit_length() - 1), reach // 4)
-    return {"chunk": chunk, "window": max(1, reach // 2 // chunk) * chunk, "reach": reach}
+    return {"chunk": chunk, "window": max(1, reach // 2 // chunk) * chunk, "reach": reach, "fade": FADE}

@@ -1,7 +1,7 @@
 """Positions to angles: every law as a frozen value, and the theory of the paper for any of them."""
 
 from rpe3d.geometry.law import Law
-from rpe3d.geometry.plan import PairTurns, Phase, Region, Turn
+from rpe3d.geometry.plan import Fade, PairTurns, Phase, Region, Turn
 from rpe3d.geometry.registry import LAWS, LawInfo, laws, make_law
 from rpe3d.geometry.theory import (
     bloch_state,
@@ -14,6 +14,7 @@ from rpe3d.geometry.theory import (
 
 __all__ = [
     "LAWS",
+    "Fade",
     "Law",
     "LawInfo",
     "PairTurns",

@@ -4,7 +4,7 @@ Every law, whatever its name for them, is a short tuple of `Region`s. A region i
 together with one `Turn` of the queries and one of the keys; regions do not overlap, and a pair in no region is
 not attended to. All of it is data: five numbers per turn and four per band, so that a reference, a loop of
 library calls and a kernel can execute the same description. Where planes turn differently, `PairTurns` takes the place
-of a `Turn`.
+of a `Turn`. A region may `Fade`: its keys weigh less, the more of them there are.
 """
 
 from __future__ import annotations
@@ -91,6 +91,18 @@ def by_pair(groups: Iterable[tuple[int, Turn]]) -> Turn:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Fade:
+    """Keys that weigh less: a query at p subtracts rate · log( (p - start) / span ) from their scores, never adds."""
+
+    rate: float
+    start: float
+    span: float
+
+    def __call__(self, p: Int[Tensor, "*p"]) -> Float64[Tensor, "*p"]:
+        return self.rate * ((p.to(torch.float64) - self.start) / self.span).clamp(min=1.0).log()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Region:
     """Pairs with first <= query div unit - key div unit <= last, and key < keys; how q and k are turned there.
 
@@ -104,6 +116,7 @@ class Region:
     keys: int | None = None
     query: Turn = STOCK
     key: Turn = STOCK
+    fade: Fade | None = None
 
     def contains(self, query: Int[Tensor, "*p"], key: Int[Tensor, "*p"]) -> Bool[Tensor, "*p"]:
         """Which of the pairs lie in this region (causality aside)."""

@@ -8,11 +8,15 @@ from typing import Any, ClassVar
 
 from rpe3d.config import ConfigError, flag, real, whole
 from rpe3d.geometry.law import Law, parameter
-from rpe3d.geometry.plan import Phase, Region, Turn
+from rpe3d.geometry.plan import Fade, Phase, Region, Turn
 from rpe3d.geometry.windowed import check_dual_chunk, default_reach, dual_chunk_regions
 
 
-def bounded_regions(chunk: int, near_chunks: int, slope: float) -> tuple[Region, ...]:
+FADE = 0.5
+"""How fast far keys lose weight as they become more than the model knows; measured on two models (docs/log.md)."""
+
+
+def bounded_regions(chunk: int, near_chunks: int, slope: float, fade: Fade | None = None) -> tuple[Region, ...]:
     """f = (m - n) + c [ r a + (1 - r) min(a, A) ]: the pair's own two coordinates, a = i - j (eq. 5).
 
     Plain RoPE up to chunk distance A; beyond it a query stands at m + c (r i + (1 - r) A), a key at n + c r j.
@@ -21,7 +25,7 @@ def bounded_regions(chunk: int, near_chunks: int, slope: float) -> tuple[Region,
     far_key = Turn(chunk=chunk, offset=1.0, stride=chunk * slope)
     return (
         Region(unit=chunk, last=near_chunks),
-        Region(unit=chunk, first=near_chunks + 1, query=far_query, key=far_key),
+        Region(unit=chunk, first=near_chunks + 1, query=far_query, key=far_key, fade=fade),
     )
 
 
@@ -35,6 +39,9 @@ class Bounded(Law):
     chunk: int = parameter(None, "tokens in a chunk, c; default pretrained / 16")
     window: int = parameter(None, "exact RoPE up to here, w, a multiple of chunk; default 5/16 of pretrained")
     reach: int = parameter(None, "no pair is shown this relative position or more, R; default 5/8 of pretrained")
+    fade: float = parameter(
+        None, "a query at p gives far keys (reach / p)^fade of their weight; default 0, with the default reach 1/2"
+    )
 
     def check(self) -> dict[str, Any]:
         longest = self.pretrained
@@ -66,7 +73,9 @@ class Bounded(Law):
                 f"reach is {reach}, above the pretrained length {longest}",
                 "lower reach (and window + chunk with it): the model has seen no position beyond",
             )
-        return {"chunk": chunk, "window": window, "reach": reach}
+        by_default = FADE if self.reach is None else 0.0
+        fade = by_default if self.fade is None else real("fade", self.fade, least=0.0, most=8.0)
+        return {"chunk": chunk, "window": window, "reach": reach, "fade": fade}
 
     @property
     def near_chunks(self) -> int:
@@ -80,7 +89,8 @@ class Bounded(Law):
 
     @property
     def regions(self) -> tuple[Region, ...]:
-        return bounded_regions(self.chunk, self.near_chunks, self.slope)
+        fade = Fade(rate=self.fade, start=0.0, span=float(self.reach)) if self.fade else None
+        return bounded_regions(self.chunk, self.near_chunks, self.slope, fade)
 
 
 def interpolated_chunk(pretrained: int, context: int, chunk: int) -> int:

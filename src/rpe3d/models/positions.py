@@ -26,7 +26,7 @@ class Layout:
     key_mask: Tensor | None
     keys_used: int
     steps: dict[Any, Any] = field(default_factory=dict)
-    """Decoding steps made for layers of this forward, by what such a step depends on."""
+    """Kernels made ready for layers of this forward, by what each depends on."""
 
     @property
     def arguments(self) -> dict[str, Any]:

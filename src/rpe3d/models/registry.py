@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rpe3d.attention import attention, decode_step
-from rpe3d.attention.decode import MOST_QUERIES
+from rpe3d.attention import attention, shared_step
 from rpe3d.config import ConfigError
 from rpe3d.geometry import Law, make_law
 from rpe3d.models.positions import Layout, layout
@@ -153,7 +152,7 @@ def attend(
         key, value = key[:, :, : where.keys_used], value[:, :, : where.keys_used]
     given: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux, "turned": True}
     step = None
-    if query.shape[2] <= MOST_QUERIES and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
         step = _step(where, law, query, key, value, given)
     if step is not None:
         out, _ = step(query, key, value, s_aux)
@@ -163,11 +162,11 @@ def attend(
 
 
 def _step(where: Layout, law: Law, query: Tensor, key: Tensor, value: Tensor, given: dict[str, Any]) -> Any:
-    """The decoding step that this layer shares with others of its forward; None where there is no kernel for it."""
+    """The kernel that this layer shares with others of its forward; None where there is none for it."""
     vectors = tuple((x.shape, x.stride()) for x in (query, key, value))
     kind = (id(law), vectors, query.dtype, given["scale"], given["softcap"], given["sinks"] is None)
     if kind not in where.steps:
-        where.steps[kind] = decode_step(query, key, value, law, **where.arguments, **given)
+        where.steps[kind] = shared_step(query, key, value, law, **where.arguments, **given)
     return where.steps[kind]
 
 

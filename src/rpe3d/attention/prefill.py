@@ -1,0 +1,132 @@
+"""Attention of a whole prompt in one kernel. Equals reference.attend, forward only.
+
+q and k come turned by stock RoPE. For each region of the law that turns them otherwise a turned copy is made, and one
+launch of `prefill_kernel` walks the regions. Where `blocked` makes dozens of library calls that the host must launch,
+this is a handful; where calls are large, the library's are faster. Triton is imported with the kernel, on the first
+call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from jaxtyping import Float64, Int
+from torch import Tensor
+
+from rpe3d.attention.contract import Inputs
+from rpe3d.attention.spans import Span
+from rpe3d.attention.table import Table, table
+from rpe3d.geometry import Turn
+from rpe3d.geometry.plan import STOCK
+from rpe3d.rotation import rotate
+
+WIDEST = 256
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_HAS_TRITON = find_spec("triton") is not None
+
+
+def lacks(x: Inputs) -> str | None:
+    """Why the kernel cannot run this problem here; None if it can. Positions are another question: `spans`."""
+    if not _HAS_TRITON:
+        return "Triton is not installed"
+    if reason := refusal(x):
+        return reason
+    if not x.q.is_cuda:
+        from rpe3d.attention import prefill_kernel
+
+        if not prefill_kernel.INTERPRETED:
+            return f"it runs on a GPU, not on {x.q.device}"
+    return None
+
+
+def refusal(x: Inputs) -> str | None:
+    """What about a problem is not made for the kernel, whatever the machine."""
+    d, e = x.q.shape[3], x.v.shape[3]
+    if torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in (x.q, x.k, x.v, x.sinks)):
+        return "it has no gradient"
+    if x.q.dtype not in _DTYPES:
+        return f"it computes in float32, not in {str(x.q.dtype).removeprefix('torch.')}"
+    if d > WIDEST or e != d:
+        return f"head dimensions are {d} and {e}, not one of up to {WIDEST}"
+    return None
+
+
+class Step:
+    """A prefill without its vectors: all that is the same for every layer of a model, settled once.
+
+    Made from one layer's problem, which nothing `lacks`, and its spans, it takes the vectors of any that have the same
+    shapes, strides and types, turned by stock RoPE. It holds the tables of the law's turns, so it should go when the
+    forward does.
+    """
+
+    def __init__(self, x: Inputs, spans: Sequence[Span], **options: Any) -> None:
+        self.regions, self.interleaved = x.law.regions, x.law.rotary.interleaved
+        same = _same(x, spans)
+        query, key = (same.queries, same.keys) if same else x.positions()
+        theta = x.frequencies
+        everything = range(min(span.keys.start for span in spans), max(span.keys.stop for span in spans))
+        self.queries = {region.query: _table(region.query, query, theta, everything) for region in self.regions}
+        self.keys = {region.key: _table(region.key, key, theta, everything) for region in self.regions}
+        self.options = options | {
+            "regions": self.regions,
+            "spans": None if same else _on_device(spans, x.q.shape[0], x.q.device),
+            "starts": (same.queries.start, same.keys.start) if same else (0, 0),
+            "scale": x.scale,
+            "softcap": x.softcap,
+        }
+        self.launch: Any = None
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The output and the log-sum-exp."""
+        q, k, v = (y if y.stride(3) == 1 else y.contiguous() for y in (q, k, v))
+        queries = {turn: self._turned(q, made) for turn, made in self.queries.items()}
+        keys = {turn: self._turned(k, made) for turn, made in self.keys.items()}
+        qs = tuple(queries[region.query] for region in self.regions)
+        ks = tuple(keys[region.key] for region in self.regions)
+        out = torch.empty_like(q)
+        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        if self.launch is None:
+            from rpe3d.attention import prefill_kernel
+
+            self.launch = prefill_kernel.bind(qs, ks, v, out, **self.options)
+        self.launch(qs, ks, v, out, lse, None if sinks is None else sinks.contiguous())
+        return out, lse
+
+    def _turned(self, y: Tensor, made: Table | None) -> Tensor:
+        return y if made is None else rotate(y, None, *made, interleaved=self.interleaved)[0]
+
+
+def _same(x: Inputs, spans: Sequence[Span]) -> Span | None:
+    """The span of all sequences, if they have the same and it leaves out no slot."""
+    first, (b, _, t, _), s = spans[0], x.q.shape, x.k.shape[2]
+    if (len(first.queries), len(first.keys)) != (t, s):
+        return None
+    everyone = first.batch == slice(None) or (
+        len(spans) == b and all((span.queries, span.keys) == (first.queries, first.keys) for span in spans)
+    )
+    return first if everyone else None
+
+
+def _table(
+    turn: Turn, positions: range | Int[Tensor, "b n"], theta: Float64[Tensor, " l"], everything: range
+) -> Table | None:
+    """cos and sin from stock RoPE to `turn`, at every token; None where it turns nothing. Padding stands anywhere."""
+    if turn == STOCK:
+        return None
+    if isinstance(positions, range):
+        return table(turn, positions, theta, torch.float32)
+    cos, sin = table(turn, everything, theta, torch.float32)
+    row = (positions - everything.start).clamp(0, len(everything) - 1)
+    return cos[row], sin[row]
+
+
+def _on_device(spans: Sequence[Span], b: int, device: torch.device) -> Int[Tensor, "b 6"]:
+    """What the kernel reads of each sequence; zeros for one without tokens."""
+    numbers = torch.zeros(b, 6, dtype=torch.int32)
+    for span in spans:
+        query = (span.query.start, len(span.queries), span.queries.start)
+        numbers[span.batch] = torch.tensor((*query, span.key.start, len(span.keys), span.keys.start), dtype=torch.int32)
+    return numbers.to(device, non_blocking=True)
