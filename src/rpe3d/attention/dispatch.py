@@ -24,9 +24,9 @@ IMPLS = ("auto", "reference", "blocked", "decode", "prefill")
 NARROW = 64
 FLOPS_PER_CALL = {True: 1e12, False: 5e10}
 """What the prefill kernel may compute for every library call that it saves, in heads of at most NARROW dimensions and
-in wider ones: each call takes 60 µs of the host's time and, at a new length, the making of a plan; the library computes
-faster. On an H200 the kernel is as fast as all calls together up to 64k tokens of 9 heads of dimension 64, and at 128 has
-440 of cuDNN's 600 TFLOP/s (docs/log.md)."""
+in wider ones: each call takes 60 µs of the host's time and, at a new length, the making of a plan; but the library
+computes faster. On an H200 the kernel is as fast as all calls together up to 64k tokens of 9 heads of dimension 64; at
+dimension 128 it has 440 of cuDNN's 600 TFLOP/s (docs/log.md)."""
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

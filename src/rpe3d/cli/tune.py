@@ -12,7 +12,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rpe3d.cli.arguments import need, replacing, size
 from rpe3d.cli.compare import add_model_arguments, add_text_arguments, load_model, progress_bar
@@ -112,5 +112,5 @@ def _reasons(used: int, pretrained: int, at_most: float, law: dict[str, Any]) ->
         f"reach {law['reach']}: no pair is shown a distance that the model does not use",
         f"window {law['window']}: half of the reach, in whole chunks, is exact",
         f"chunk {law['chunk']}: a tenth of the reach, as a power of two from 128 to 512",
-        f"fade {law['fade']:g}: at position p beyond the reach, far keys have (reach / p)^{law['fade']:g} of their weight",
+        f"fade {law['fade']:g}: at position p beyond the reach, far keys weigh (reach / p)^{law['fade']:g}",
     ]

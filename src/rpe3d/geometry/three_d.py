@@ -11,7 +11,6 @@ from rpe3d.geometry.law import Law, parameter
 from rpe3d.geometry.plan import Fade, Phase, Region, Turn
 from rpe3d.geometry.windowed import check_dual_chunk, default_reach, dual_chunk_regions
 
-
 FADE = 0.5
 """How fast far keys lose weight as they become more than the model knows; measured on two models (docs/log.md)."""
 
