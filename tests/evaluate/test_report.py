@@ -15,9 +15,10 @@ import pytest
 
 import rpe3d
 from rpe3d.config import ConfigError
+from rpe3d.drawing.axes import spread
+from rpe3d.drawing.palette import STYLES, styles
 from rpe3d.evaluate.findings import findings
-from rpe3d.evaluate.palette import STYLES, styles
-from rpe3d.evaluate.plots import _spread, plots, smoothed
+from rpe3d.evaluate.plots import plots, smoothed
 from rpe3d.evaluate.report import write_report
 
 PRETRAINED = 1024
@@ -333,7 +334,7 @@ def test_smoothing_weighs_buckets_by_their_tokens():
 
 @pytest.mark.parametrize("wanted", [[0.5], [0.1, 0.9], [0.5] * 4, [0.0] * 5, [1.0] * 13, [0.0, 0.01, 0.98, 1.0]])
 def test_labels_keep_their_order_and_their_distance(wanted):
-    places = _spread(wanted, gap=0.07)
+    places = spread(wanted, gap=0.07)
     assert all(after - before >= 0.07 - 1e-9 for before, after in pairwise(places))
     assert min(places) >= -1e-9
     assert max(places) <= 1 + 1e-9

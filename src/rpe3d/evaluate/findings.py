@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from rpe3d.evaluate.plots import short, smoothed
+from rpe3d.drawing.axes import short
+from rpe3d.evaluate.plots import smoothed
 
 Results = Mapping[str, Any]
 Row = Mapping[str, Any]

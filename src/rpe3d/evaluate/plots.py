@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -17,29 +17,14 @@ from typing import Any
 import torch
 
 from rpe3d.config import ConfigError
-from rpe3d.evaluate.palette import (
-    BAND,
-    COLOURS,
-    GRID,
-    HIT,
-    INK,
-    MISS,
-    ON_HIT,
-    ON_MISS,
-    SOFT,
-    Colour,
-    Style,
-    styles,
-    variable,
-)
+from rpe3d.drawing.axes import RC, TEXT, Paint, boldest_last, labels, line, plain, short, tokens
+from rpe3d.drawing.palette import BAND, COLOURS, HIT, INK, MISS, ON_HIT, ON_MISS, SOFT, Style, styles, variable
 from rpe3d.geometry import Law, make_law
 
 Results = Mapping[str, Any]
 Row = Mapping[str, Any]
-TEXT = 10.0
 SMOOTHED = 5  # buckets that a point of the position curve is the mean of
 SHOWN = 10  # times the lowest curve's perplexity that the position plot reaches: a law beyond has left it
-Paint = Callable[[Colour], str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +44,6 @@ class Plot:
     name: str
     caption: str
     panels: list[Panel]
-
-
-def short(tokens: float) -> str:
-    """65536 as 64k, 12000 as 12,000."""
-    return f"{tokens / 1024:g}k" if tokens >= 1024 and tokens % 512 == 0 else f"{tokens:,.0f}"
 
 
 def plots(results: Results) -> list[Plot]:
@@ -111,8 +91,8 @@ def _drawing_positions(
     def draw(axes: Any, paint: Paint) -> None:
         curves = {row["law"]: [math.exp(nll) for nll in smoothed(row["positions"])] for row in rows}
         places = [(bucket["from"] + bucket["to"]) / 2 for bucket in rows[0]["positions"]]
-        for law in _boldest_last(curves, looks):
-            _line(axes, paint, looks[law], places, curves[law])
+        for law in boldest_last(curves, looks):
+            line(axes, paint, looks[law], places, curves[law])
         values = [value for curve in curves.values() for value in curve]
         roof = SHOWN * min(sorted(curve)[len(curve) // 2] for curve in curves.values())
         axes.set_yscale("log")
@@ -120,8 +100,8 @@ def _drawing_positions(
         _perplexities(axes)
         if pretrained < length:
             axes.axvline(pretrained, color=paint(SOFT), linestyle=":", linewidth=1)
-        _tokens(axes, length, "position in the window (tokens)")
-        _labels(axes, paint, looks, {law: curve[-1] for law, curve in curves.items()})
+        tokens(axes, length, "position in the window (tokens)")
+        labels(axes, paint, looks, {law: curve[-1] for law, curve in curves.items()})
 
     return draw
 
@@ -181,19 +161,19 @@ def _drawing_profile(
         axes.axhspan(0, pretrained, color=paint(BAND), linewidth=0, zorder=0)
         distance = torch.arange(0, context, max(1, context // 1024))
         ends = {}
-        for name in _boldest_last(laws, looks):
+        for name in boldest_last(laws, looks):
             f = laws[name].relative_position(context - 1, context - 1 - distance)
             shown = f.isfinite() & (f <= top)
             x = torch.where(shown, distance.double(), torch.nan)
-            _line(axes, paint, looks[name], x.tolist(), f.tolist())
+            line(axes, paint, looks[name], x.tolist(), f.tolist())
             ends[name] = float(f[f.isfinite()][-1])
         axes.set_ylim(0, top)
         ticks = [i * pretrained / 4 for i in range(0, 7, 2)]
         axes.set_yticks(ticks, labels=[short(tick) for tick in ticks])
         beside = {"ha": "right", "va": "top", "color": paint(SOFT), "size": TEXT - 1}
         axes.text(0.93 * context, 0.98 * pretrained, "seen in training", **beside)
-        _tokens(axes, context, "distance from query to key (tokens)")
-        _labels(axes, paint, looks, ends)
+        tokens(axes, context, "distance from query to key (tokens)")
+        labels(axes, paint, looks, ends)
 
     return draw
 
@@ -262,77 +242,6 @@ def _drawing_passkeys(
     return draw
 
 
-# --- what panels share
-
-
-def _boldest_last(laws: Iterable[str], looks: Mapping[str, Style]) -> list[str]:
-    """In drawing order: what is drawn last lies on top."""
-    return sorted(laws, key=lambda law: looks[law].width)
-
-
-def _line(axes: Any, paint: Paint, style: Style, x: Sequence[float], y: Sequence[float]) -> None:
-    dash = (0, style.dash) if style.dash else "solid"
-    axes.plot(x, y, color=paint(style.colour), linestyle=dash, linewidth=style.width, solid_capstyle="round")
-
-
-def _tokens(axes: Any, length: int, label: str) -> None:
-    """Tokens along the bottom, at multiples of a power of two."""
-    axes.set_xlim(0, length)
-    ticks = range(0, length + 1, 2 ** math.ceil(math.log2(length / 6)))
-    axes.set_xticks(ticks, labels=[short(tick) for tick in ticks])
-    axes.set_xlabel(label)
-
-
-def _labels(axes: Any, paint: Paint, looks: Mapping[str, Style], ends: Mapping[str, float]) -> None:
-    """Each law's name beside the end of its line, or with an arrow at the top where the line has left the plot."""
-    low, high = axes.get_ylim()
-    place = (lambda y: math.log(y / low) / math.log(high / low)) if axes.get_yscale() == "log" else lambda y: y / high
-    names = sorted(ends, key=lambda name: ends[name])
-    at = [min(place(ends[name]), 1.0) for name in names]
-    for name, end, label in zip(names, at, _spread(at, gap=0.07), strict=True):
-        ink = paint(looks[name].colour)
-        axes.annotate(
-            name if ends[name] <= high else f"{name} ↑",
-            xy=(1, end),
-            xytext=(1.04, label),
-            xycoords="axes fraction",
-            textcoords="axes fraction",
-            color=ink,
-            size=TEXT - 1,
-            va="center",
-            weight="bold" if looks[name].width > 2 else "normal",
-            arrowprops={"arrowstyle": "-", "color": ink, "lw": 0.6, "shrinkA": 0, "shrinkB": 0, "relpos": (0, 0.5)},
-        )
-
-
-def _spread(wanted: Sequence[float], gap: float) -> list[float]:
-    """Places at least `gap` apart in the order of `wanted`, as near to it as can be, and shifted into [0, 1]."""
-    groups: list[tuple[float, int]] = []  # the mean place of the first label's column, and how many share it
-    for i, value in enumerate(wanted):
-        mean, count = value - i * gap, 1
-        while groups and groups[-1][0] >= mean:
-            before, size = groups.pop()
-            mean, count = (before * size + mean * count) / (size + count), size + count
-        groups.append((mean, count))
-    places = [mean for mean, count in groups for _ in range(count)]
-    places = [place + i * gap for i, place in enumerate(places)]
-    top = [1.0 - gap * i for i in reversed(range(len(places)))]
-    places = [min(place, highest) for place, highest in zip(places, top, strict=True)]
-    lift = max(0.0, -places[0])
-    return [max(place, lift + places[0] + i * gap) for i, place in enumerate(places)]
-
-
-def _plain(axes: Any, paint: Paint) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(paint(SOFT))
-    axes.tick_params(colors=paint(SOFT), labelcolor=paint(INK), labelsize=TEXT - 1)
-    axes.grid(color=paint(GRID), linewidth=0.6)
-    axes.set_axisbelow(True)
-
-
-RC = {"text.parse_math": False, "svg.fonttype": "none", "font.size": TEXT, "axes.titlesize": TEXT + 1}
-
-
 def svg(panel: Panel, identity: str) -> str:
     """A panel as an <svg> to stand in a page that defines every `variable`; `identity` keeps its inner ids its own."""
     import matplotlib
@@ -344,7 +253,7 @@ def svg(panel: Panel, identity: str) -> str:
         figure.patch.set_visible(False)
         axes = figure.subplots()
         axes.patch.set_visible(False)
-        _plain(axes, codes.__getitem__)
+        plain(axes, codes.__getitem__)
         panel.draw(axes, codes.__getitem__)
         axes.xaxis.label.set_color(codes[SOFT])
         file = io.StringIO()
@@ -374,7 +283,7 @@ def png(plot: Plot) -> bytes:
         figure = Figure(figsize=size, dpi=144, layout="constrained", facecolor="white")
         every = figure.subplots(down, across, squeeze=False).flatten().tolist()
         for axes, panel in zip(every, plot.panels, strict=False):
-            _plain(axes, paint)
+            plain(axes, paint)
             panel.draw(axes, paint)
             axes.set_title(panel.title, loc="left", color=paint(INK))
         for axes in every[len(plot.panels) :]:

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rpe3d.config import ConfigError
+from rpe3d.drawing.axes import short
+from rpe3d.drawing.palette import COLOURS, Style, styles, variable
 from rpe3d.evaluate.findings import findings, number
-from rpe3d.evaluate.palette import COLOURS, Style, styles, variable
-from rpe3d.evaluate.plots import Plot, plots, png, short, svg
+from rpe3d.evaluate.plots import Plot, plots, png, svg
 
 Results = Mapping[str, Any]
 Row = Mapping[str, Any]

@@ -25,6 +25,7 @@ class Style(NamedTuple):
     width: float = 1.4
 
 
+PAGE = Colour("#ffffff", "#141417")
 INK = Colour("#1d1d1f", "#f0f0f2")
 SOFT = Colour("#6b6b70", "#a0a0a8")
 GRID = Colour("#e4e4e8", "#34343a")
@@ -38,6 +39,9 @@ BLUE, SKY = Colour("#0a38e0", "#3b6ff0"), Colour("#0a92ea", "#97c1f7")
 ORANGE, BROWN = Colour("#ee5a02", "#e8401a"), Colour("#5c3f10", "#fabd3b")
 GREEN, PINK, GREY = Colour("#17695a", "#34ee94"), Colour("#a42392", "#d9369a"), Colour("#808086", "#909098")
 PURPLE, TEAL, OLIVE = Colour("#6f4bc0", "#b79cff"), Colour("#008b94", "#4fd6de"), Colour("#6d7d00", "#c3d24a")
+
+KIND_COLOURS = (GREEN, SKY, ORANGE, GRID)
+"""What becomes of a pair: exact, compressed, unseen, not attended to."""
 
 DASHED, DOTTED = (5.0, 2.0), (1.2, 1.6)
 STYLES = {

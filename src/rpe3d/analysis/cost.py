@@ -1,0 +1,56 @@
+"""What a law costs in attention: library calls of a prompt as long as the context, and memory beside it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from rpe3d.attention.schedule import Call, schedule
+from rpe3d.geometry import Law
+from rpe3d.geometry.plan import STOCK
+
+ROWS = 4096  # queries in a block, as `attention` has it on a CPU
+SLAB = 65536  # far keys that are turned at a time
+MOST = 16384  # blocks: a window of a few tokens makes more than anyone wants to count
+
+
+class Cost(NamedTuple):
+    """One prompt as long as the context in one layer, in blocks of `ROWS` queries; the cache of keys is stock's."""
+
+    calls: int | None
+    """Library attention calls; 0 where none has the form and attention goes tile by tile; None: too many to count."""
+    pairs: float | None
+    """Pairs of query and key that they compute, relative to all causal ones."""
+    query_bytes: int
+    """Turned copies of queries that live at a time, for each query head, in 16 bits."""
+    key_bytes: int
+    """The same of keys, for each key head."""
+
+
+def cost(law: Law) -> Cost:
+    """The cost of `law` in the blocked implementation (`rpe3d.attention.blocked`)."""
+    regions, everything = law.regions, range(law.context)
+    copied = 2 * law.rotary.head_dim
+    query = copied * min(ROWS, law.context) if any(region.query != STOCK for region in regions) else 0
+    key = copied * min(SLAB, law.context) if any(region.key != STOCK for region in regions) else 0
+    windows = [r.last + 1 for r in regions if r.unit == 1 and r.last is not None]
+    if law.context > MOST * min([ROWS, *windows]):
+        return Cost(None, None, query, key)
+    # Not the cached one: nobody asks for the same again, and these are long.
+    blocks = schedule.__wrapped__(regions, everything, everything, ROWS)
+    calls = [call for block in blocks for call in block.calls]
+    if not calls:
+        return Cost(0, None, query, key)
+    causal = law.context * (law.context + 1) // 2
+    return Cost(len(calls), sum(map(_pairs, calls)) / causal, query, key)
+
+
+def _pairs(call: Call) -> int:
+    if call.shape == "full":
+        each = call.rows * call.columns
+    elif call.shape == "causal":  # column <= row
+        square = min(call.rows, call.columns)
+        each = square * (square + 1) // 2 + (call.rows - square) * call.columns
+    else:  # column > row
+        below = max(0, call.columns - call.rows)
+        each = call.columns * (call.columns - 1) // 2 - below * (below - 1) // 2
+    return each * call.times

@@ -1,0 +1,127 @@
+"""The page as one HTML file that needs no network: asked live by its server, or with a grid of answers inside."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from importlib.resources import files
+from itertools import product
+from typing import Any
+
+from rpe3d.analysis.explore.answer import MODEL, SLIDERS, about_laws, answer
+from rpe3d.analysis.shown import KINDS
+from rpe3d.drawing.palette import KIND_COLOURS, STYLES, styles
+
+START: dict[str, Any] = {"pretrained": 8192, "context": 65536, "head_dim": 64, "rope_theta": 100000}
+Stops = Mapping[str, list[int]]
+LIVE: Stops = {
+    "pretrained": [2**n for n in range(9, 18)],
+    "context": [2**n for n in range(10, 21)],
+    "head_dim": [32, 64, 80, 96, 128, 192, 256],
+    "rope_theta": [10_000, 50_000, 100_000, 250_000, 500_000, 1_000_000, 5_000_000, 10_000_000],
+    "chunk": [n for e in range(4, 16) for n in (2**e, 3 * 2 ** (e - 1))],
+    "window": [n for e in range(6, 17) for n in (2**e, 5 * 2 ** (e - 2), 3 * 2 ** (e - 1), 7 * 2 ** (e - 2))],
+    "reach": [n for e in range(7, 17) for n in (2**e, 5 * 2 ** (e - 2), 3 * 2 ** (e - 1), 7 * 2 ** (e - 2))],
+}
+FILE: Stops = {
+    "pretrained": [4096, 8192],
+    "context": [16384, 32768, 65536, 131072],
+    "head_dim": [64, 128],
+    "rope_theta": [10_000, 100_000, 500_000],
+    "chunk": [256, 1024],
+    "window": [1024, 3072],
+    "reach": [3072, 6144],
+}
+
+
+SCRIPTS = ("settings.js", "words.js", "spheres.js", "charts.js", "start.js")
+"""One program in the order in which it is read."""
+
+
+def live_page(measured: Mapping[str, Any] | None = None) -> str:
+    """The page that asks its server."""
+    return _page({"stops": LIVE, "start": _start(measured), "measured": measured, "answers": None})
+
+
+def file_page(
+    measured: Mapping[str, Any] | None = None,
+    stops: Stops = FILE,
+    progress: Callable[[int, int], object] = lambda done, total: None,
+) -> str:
+    """The page with the answer to every question that its sliders can ask."""
+    questions = list(grid(stops))
+    answers = {}
+    for done, question in enumerate(questions):
+        progress(done, len(questions))
+        answers[key(question)] = answer(question)
+    progress(len(questions), len(questions))
+    start = {name: START[name] if START[name] in stops[name] else stops[name][-1] for name in MODEL}
+    packed = gzip.compress(json.dumps(_shared(answers), separators=(",", ":")).encode(), mtime=0)
+    return _page({"stops": stops, "start": start, "measured": measured, "answers": base64.b64encode(packed).decode()})
+
+
+def grid(stops: Stops) -> Iterator[dict[str, Any]]:
+    """Every question that sliders with these stops can ask: all models, all laws, each parameter default or chosen."""
+    for model in product(*(stops[name] for name in MODEL)):
+        for name, law in about_laws().items():
+            own = [slider for slider in SLIDERS if slider in law["sliders"]]
+            for values in product(*([None, *stops[slider]] for slider in own)):
+                chosen = {slider: value for slider, value in zip(own, values, strict=True) if value is not None}
+                yield {"law": name, **dict(zip(MODEL, model, strict=True)), **chosen}
+
+
+def key(question: Mapping[str, Any]) -> str:
+    """A question as the page writes it, too: its values in a fixed order."""
+    return "&".join(f"{name}={question[name]}" for name in ("law", *MODEL, *SLIDERS) if name in question)
+
+
+def _shared(answers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Answers whose parts stand in a list, once each: most do not depend on the head dimension or the base."""
+    places: dict[str, int] = {}
+    kept: dict[str, dict[str, int]] = {}
+    for name, parts in answers.items():
+        kept[name] = {
+            part: places.setdefault(json.dumps(value, separators=(",", ":")), len(places))
+            for part, value in parts.items()
+        }
+    return {"parts": [json.loads(part) for part in places], "answers": kept}
+
+
+def _start(measured: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The model that the page opens with: the one that was measured, or the default one."""
+    if measured is None:
+        return START
+    return {name: measured["model"].get(name, START[name]) for name in MODEL}
+
+
+def _page(setup: Mapping[str, Any]) -> str:
+    folder = files("rpe3d.analysis.explore") / "web"
+    template, css, *scripts = (
+        (folder / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", *SCRIPTS)
+    )
+    script = "\n".join(scripts)
+    names = [*STYLES, *((setup["measured"] or {}).get("laws") or ())]
+    looks = {
+        name: {"light": look.colour.light, "dark": look.colour.dark, "dash": look.dash, "width": look.width}
+        for name, look in styles(dict.fromkeys(names)).items()
+    }
+    kinds = [
+        {"name": kind, "light": colour.light, "dark": colour.dark}
+        for kind, colour in zip(KINDS, KIND_COLOURS, strict=True)
+    ]
+    about = {"laws": about_laws(), "model": MODEL, "sliders": SLIDERS, "styles": looks, "kinds": kinds}
+    data = json.dumps({**setup, **about}, separators=(",", ":")).replace("<", "\\u003c")
+    policy = (
+        f"default-src 'none'; connect-src 'self'; img-src data:; script-src {_hash(script)}; style-src {_hash(css)}"
+    )
+    for mark, text in (("POLICY", policy), ("STYLE", css), ("SETUP", data), ("SCRIPT", script)):
+        template = template.replace(f"%%{mark}%%", text)
+    return template
+
+
+def _hash(text: str) -> str:
+    """The inline text that a browser may run: this one and no other."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -1,0 +1,119 @@
+"""Every figure by name: the function that makes its table, the one that draws it, and how all of them are written."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from html import escape
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rpe3d.analysis import draw, draw_sphere, ours, paper
+from rpe3d.analysis.table import Table
+from rpe3d.config import ConfigError
+from rpe3d.drawing.axes import RC, Paint
+from rpe3d.drawing.palette import PAGE
+
+SCHEMES = ("light", "dark")
+
+
+class Figure(NamedTuple):
+    """A table, its drawing, and the size of that in inches."""
+
+    table: Callable[[], Table]
+    draw: Callable[[Any, Table, Paint], None]
+    size: tuple[float, float]
+
+
+FIGURES: Mapping[str, Figure] = {
+    "figure-1a": Figure(paper.circle, draw.draw_circle, (4.2, 4.2)),
+    "figure-1b": Figure(paper.sphere, draw_sphere.draw_sphere, (8.0, 4.3)),
+    "figure-1cd": Figure(paper.decay, draw.draw_decay, (8.0, 7.6)),
+    "figure-1ef": Figure(paper.interpolation, draw.draw_interpolation, (8.0, 3.6)),
+    "figure-2": Figure(paper.chunking, draw.draw_chunking, (8.0, 4.2)),
+    "figure-3": Figure(paper.matrices, draw.draw_matrices, (9.0, 9.2)),
+    "supplement-a": Figure(paper.bloch, draw_sphere.draw_bloch, (6.2, 4.4)),
+    "positions": Figure(ours.positions, draw.draw_positions, (10.5, 6.0)),
+    "regions": Figure(ours.regions, draw.draw_regions, (8.0, 5.0)),
+}
+
+
+def picture(figure: Figure, table: Table, scheme: str, form: str) -> bytes:
+    """The drawing as `svg` or `png`, for `light` or `dark` pages. The same table gives the same bytes."""
+    import matplotlib
+    from matplotlib.figure import Figure as Canvas
+
+    def paint(colour: Any) -> str:
+        return str(getattr(colour, scheme))
+
+    # Letters as outlines look the same on every machine; a fixed salt and no date make the same file every time.
+    with matplotlib.rc_context({**RC, "svg.fonttype": "path", "svg.hashsalt": "rpe3d", "hatch.linewidth": 1.2}):
+        canvas = Canvas(figsize=figure.size, dpi=200, layout="constrained", facecolor=paint(PAGE))
+        figure.draw(canvas, table, paint)
+        for axes in canvas.axes:
+            axes.set_facecolor("none")
+        file = io.BytesIO()
+        about = {"Date": None, "Title": table.title} if form == "svg" else {"Title": table.title}
+        canvas.savefig(file, format=form, metadata=about)
+    return file.getvalue()
+
+
+def files(names: Iterable[str]) -> Iterator[tuple[str, bytes]]:
+    """The files of the named figures: CSV, and SVG and PNG in light and dark; at the end a page with all of them."""
+    tables = {}
+    for name in names:
+        figure = FIGURES[name]
+        table = tables[name] = figure.table()
+        yield f"{name}.csv", table.csv().encode()
+        for scheme in SCHEMES:
+            for form in ("svg", "png"):
+                ending = "" if scheme == "light" else f"-{scheme}"
+                yield f"{name}{ending}.{form}", picture(figure, table, scheme, form)
+    yield "index.html", _page(tables).encode()
+
+
+def write_figures(folder: Path, names: Iterable[str], progress: Callable[[str], object] = str) -> list[Path]:
+    """Write all `files` into a folder that exists, each whole or not at all; returns their paths."""
+    written = []
+    for name, content in files(names):
+        path, unfinished = folder / name, folder / f".{os.getpid()}-{name}"
+        try:
+            unfinished.write_bytes(content)
+            os.replace(unfinished, path)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write {path}: {error.strerror}", "give --out a folder that can be written to"
+            ) from None
+        finally:
+            with suppress(OSError):
+                unfinished.unlink()
+        written.append(path)
+        progress(name)
+    return written
+
+
+def _page(tables: Mapping[str, Table]) -> str:
+    figures = "".join(
+        f'<figure id="{name}"><h2>{escape(table.title)}</h2><picture>'
+        f'<source srcset="{name}-dark.svg" media="(prefers-color-scheme: dark)">'
+        f'<img src="{name}.svg" alt="{escape(table.caption)}"></picture>'
+        f'<figcaption>{escape(table.caption)} <a href="{name}.csv">{name}.csv</a></figcaption></figure>'
+        for name, table in tables.items()
+    )
+    return f"""<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark"><title>3D-RPE in figures</title><style>{CSS}</style></head>
+<body><h1>3D-RPE in figures</h1>{figures}</body></html>
+"""
+
+
+CSS = f"""
+:root{{--page:{PAGE.light};--ink:#1d1d1f;--soft:#6b6b70}}
+@media (prefers-color-scheme:dark){{:root{{--page:{PAGE.dark};--ink:#f0f0f2;--soft:#a0a0a8}}}}
+body{{margin:0 auto;max-width:960px;padding:24px 16px 64px;background:var(--page);color:var(--ink);
+font:16px/1.5 system-ui,sans-serif}}
+figure{{margin:48px 0}}h2{{font-size:19px;margin:0 0 12px}}img{{max-width:100%;height:auto}}
+figcaption{{color:var(--soft);font-size:14px;max-width:68ch;margin-top:8px}}a{{color:inherit}}
+"""

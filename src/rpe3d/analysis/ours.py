@@ -1,0 +1,45 @@
+"""Figures that the paper does not have: every law on one model, 8k extended to 64k."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rpe3d.analysis.shown import distances, runs, shown
+from rpe3d.analysis.table import Table, numbers
+from rpe3d.geometry import LAWS, make_law
+
+MODEL: dict[str, Any] = {"pretrained": 8192, "context": 65536, "head_dim": 64, "rope_theta": 1e5}
+
+
+def positions(points: int = 1024) -> Table:
+    """The relative position shown in the fastest and in the slowest plane against distance, for every law."""
+    rows = []
+    for name in LAWS:
+        law = make_law(name, **MODEL)
+        last, distance = law.context - 1, distances(law, points)
+        fastest, slowest = (numbers(shown(law, last, last - distance, plane).tolist()) for plane in (0, -1))
+        rows += [(name, law.pretrained, *row) for row in zip(distance.tolist(), fastest, slowest, strict=True)]
+    return Table(
+        title="What each law shows the model",
+        caption="Relative position instead of the true distance, for the last query of 64k tokens; pretrained on 8k "
+        "(d = 64, base 100000), phases aside. In the band lie the positions met in training. Where a law changes "
+        "frequencies, the fastest plane is solid and the slowest dotted.",
+        columns=("law", "pretrained", "distance", "fastest plane", "slowest plane"),
+        rows=rows,
+    )
+
+
+def regions() -> Table:
+    """Which distances are exact, compressed, unseen or not attended to, for the last query under every law."""
+    rows = []
+    for name in LAWS:
+        law = make_law(name, **MODEL)
+        rows += [(name, law.pretrained, *run) for run in runs(law)]
+    return Table(
+        title="What becomes of every distance",
+        caption="For the last query of 64k tokens, model as above. Exact: every plane is turned as in training. "
+        "Compressed: turned otherwise, but to angles met in training. Unseen: some plane is turned to an angle that it "
+        "never met there, which only planes can that did not go full circle.",
+        columns=("law", "pretrained", "kind", "first", "last"),
+        rows=rows,
+    )

@@ -1,0 +1,106 @@
+"""`rpe3d explore`: a page to turn the knobs of a law, served on this machine or written to a file."""
+
+from __future__ import annotations
+
+import math
+import sys
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import Any
+
+from rpe3d.cli.arguments import need, replacing
+from rpe3d.config import ConfigError
+
+PORT = 8765
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--port", metavar="N", type=int, default=PORT, help=f"default {PORT}; 0: any that is free")
+    add("--host", default="127.0.0.1", help="who may ask; default 127.0.0.1, this machine alone")
+    add("--compare", metavar="FILE", type=Path, help="results of `rpe3d compare`: their curves are shown, too")
+    add("--no-browser", action="store_true", help="do not open the page, only say where it is")
+    add("--out", metavar="FILE", type=Path, help="write the page to a file that needs no server, with fewer settings")
+
+
+def run(arguments: Namespace) -> int:
+    measured = None if arguments.compare is None else _measured(arguments.compare)
+    import torch
+
+    torch.set_num_threads(1)  # a law is a few thousand numbers: a second thread costs more than it brings
+    if arguments.out is not None:
+        return _write(arguments.out, measured)
+    return _serve(arguments, measured)
+
+
+def _measured(path: Path) -> dict[str, Any]:
+    """The curves and the table of a comparison."""
+    need("models", "transformers")
+    from rpe3d.evaluate.results import read
+
+    results = read(path)
+    if results is None:
+        raise ConfigError(f"there is no file {path}", "give --compare the JSON of `rpe3d compare --json`")
+    return curves(results)
+
+
+def curves(results: dict[str, Any]) -> dict[str, Any]:
+    """What the page shows of a comparison: its table, and perplexity by position as the report smooths it."""
+    from rpe3d.evaluate.plots import smoothed
+
+    facts = ("name", "pretrained", "head_dim", "rope_theta")
+    measures = ("law", "length", "ppl", "tail_ppl", "copy_nll", "passkey", "passkey_n")
+    rows = [
+        {name: row[name] for name in measures}
+        | {
+            "position": [(bucket["from"] + bucket["to"]) / 2 for bucket in row["positions"]],
+            "perplexity": [float(f"{math.exp(nll):.5g}") for nll in smoothed(row["positions"])],
+        }
+        for row in results["rows"]
+        if row["status"] == "ok"
+    ]
+    if not rows:
+        raise ConfigError("the comparison has no finished row", "finish it: the same command goes on where it stopped")
+    lengths = sorted({row["length"] for row in rows})
+    model = {name: results["model"][name] for name in facts}
+    model |= {"rope_theta": _whole(model["rope_theta"]), "context": max(lengths[-1], model["pretrained"])}
+    return {"model": model, "laws": list(dict.fromkeys(row["law"] for row in rows)), "lengths": lengths, "rows": rows}
+
+
+def _whole(value: float) -> float:
+    return int(value) if float(value).is_integer() else value
+
+
+def _write(path: Path, measured: dict[str, Any] | None) -> int:
+    from rpe3d.analysis.explore.page import file_page
+
+    def progress(done: int, total: int) -> None:
+        if sys.stderr.isatty():
+            print(f"\r{done} of {total} settings", end="\n" if done == total else "", file=sys.stderr)
+
+    if not path.resolve().parent.is_dir():
+        raise ConfigError(f"there is no folder {path.parent}", "make it, or give --out another place")
+    with replacing("--out", path) as unfinished:
+        unfinished.write_text(file_page(measured, progress=progress), encoding="utf-8")
+    print(f"wrote {path}, {path.stat().st_size / 1e6:.1f} MB: open it in a browser", file=sys.stderr)
+    return 0
+
+
+def _serve(arguments: Namespace, measured: dict[str, Any] | None) -> int:
+    from rpe3d.analysis.explore.page import live_page
+    from rpe3d.analysis.explore.server import Server
+
+    with Server(live_page(measured), arguments.host, arguments.port) as server:
+        print(server.url, flush=True)
+        if not arguments.host.startswith("127.") and arguments.host not in ("localhost", "::1"):
+            print("note: everyone who reaches this machine can open the page", file=sys.stderr)
+        print("Ctrl-C ends it.", file=sys.stderr)
+        if not arguments.no_browser:
+            import webbrowser
+
+            webbrowser.open(server.url)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print(file=sys.stderr)
+    return 0

@@ -1,0 +1,34 @@
+"""`rpe3d figures`: the paper's figures and ours, as SVG and PNG in light and dark, with every plotted number as CSV."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from rpe3d.cli.arguments import folder, need
+from rpe3d.config import choice
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--out",
+        metavar="DIR",
+        type=Path,
+        required=True,
+        help="folder for the files; those of the same names are replaced",
+    )
+    add("--only", metavar="A,B", help="some of figure-1a,figure-1b,... (the names of the files); default all")
+
+
+def run(arguments: Namespace) -> int:
+    need("cli", "matplotlib")
+    from rpe3d.analysis.figures import FIGURES, write_figures
+
+    asked = arguments.only.split(",") if arguments.only else FIGURES
+    names = [choice("figure", name.strip(), FIGURES) for name in asked]
+    out = folder("--out", arguments.out)
+    written = write_figures(out, names, lambda name: print(name, file=sys.stderr))
+    print(f"wrote {len(written)} files; {out / 'index.html'} shows them all", file=sys.stderr)
+    return 0
