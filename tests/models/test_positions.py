@@ -25,7 +25,7 @@ def reads(monkeypatch):
         return placed(where, mask)
 
     monkeypatch.setattr(positions, "placed", counted)
-    monkeypatch.setattr("rpe3d.attention.dispatch.placed", counted)
+    monkeypatch.setattr("rpe3d.attention.spans.placed", counted)
     return made
 
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
+
 T = TypeVar("T")
 
 
@@ -46,5 +48,5 @@ def ranks() -> Ranks:
         return Ranks()
     from accelerate import PartialState
 
-    state: Any = PartialState()
+    state: Any = PartialState(cpu=not torch.cuda.is_available())
     return Ranks(index=state.process_index, count=state.num_processes, device=str(state.device))

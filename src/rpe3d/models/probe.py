@@ -20,7 +20,8 @@ from rpe3d.rotation import cos_sin, rotate
 
 NAME = "rpe3d-probe"
 POSITION = 5
-KNOWN = ("cache_position", "s_aux", "attention_mask", "position_ids")
+KNOWN = ("cache_position", "s_aux", "attention_mask", "position_ids", "num_items_in_batch", "shift_labels")
+"""What a layer may be handed without its attention changing; the last two are for the loss."""
 UNREACHED = "its attention does not go through transformers' attention registry"
 CLOSE = 0.05  # relative: half-precision rounding is a tenth of it, a wrong pairing ten times it
 

@@ -146,7 +146,7 @@ def attend(
         raise ConfigError(f"this attention is also given {strange}", "rpe3d cannot extend this model")
     if dropout:
         raise ConfigError(f"attention dropout is {dropout}", "set config.attention_dropout = 0")
-    law = _law_of(module)
+    law = module_law(module)
     where: Layout = layout(query, key, attention_mask, position_ids, getattr(module, "layer_idx", 0))
     if where.keys_used < key.shape[2]:
         key, value = key[:, :, : where.keys_used], value[:, :, : where.keys_used]
@@ -170,7 +170,7 @@ def _step(where: Layout, law: Law, query: Tensor, key: Tensor, value: Tensor, gi
     return where.steps[kind]
 
 
-def _law_of(module: Any) -> Law:
+def module_law(module: Any) -> Law:
     """The module's law, made once per config it is under; for a layer that does not rotate, one that never turns."""
     parameters = parameters_of(module.config)
     made = module.__dict__.get("_rpe3d")

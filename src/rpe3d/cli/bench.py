@@ -1,0 +1,79 @@
+"""`rpe3d bench`: what a law costs on this machine, beside the stock model in the same run.
+
+The JSON is {"schema": 1, "kind": "bench", "command", "model", "versions", "rows"}; `evaluate.speed` says what a row is.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import Any
+
+from rpe3d.cli.arguments import laws, need, replacing, size
+from rpe3d.cli.compare import add_model_arguments, load_model, progress_bar
+from rpe3d.config import whole
+
+LAWS = "3d-rpe,dca"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a Hugging Face name or folder, a .gguf file, or `default`")
+    add("--laws", metavar="A,B", default=LAWS, help=f"laws, name:parameter=value, or law files; default {LAWS}")
+    add("--length", metavar="N", type=size, default="8k", help="tokens in the prompt; default 8k")
+    add("--new", metavar="N", type=int, default=16, help="tokens that are decoded after it; default 16")
+    add("--repeat", metavar="N", type=int, default=3, help="rounds, of which the median counts; default 3")
+    add_model_arguments(parser)
+    add("--json", metavar="FILE", type=Path, help="the rows, to compute with")
+
+
+def run(arguments: Namespace) -> int:
+    need("cli", "rich")
+    need("models", "transformers")
+    given = laws(arguments.laws)
+    length, new = whole("--length", arguments.length, least=2), whole("--new", arguments.new)
+    repeat = whole("--repeat", arguments.repeat)
+    from rpe3d.evaluate import Entry
+    from rpe3d.evaluate.compare import about, model_facts, versions
+    from rpe3d.evaluate.speed import measure_speed
+
+    loaded = load_model(arguments)
+    facts = model_facts(loaded.model)
+    for law in given:
+        law.check(facts["pretrained"])
+    entries = [Entry(label=law.label, law=law.name, parameters=law.parameters) for law in given]
+    context = max(length + new, 2 * facts["pretrained"])
+    with progress_bar() as progress:
+        rows = measure_speed(
+            loaded.model, entries, length=length, new=new, repeat=repeat, context=context, progress=progress
+        )
+    print_table(rows)
+    if arguments.json is not None:
+        content = {"schema": 1, "kind": "bench", "command": shlex.join(["rpe3d", *sys.argv[1:]])}
+        content |= {"model": about(loaded.model, arguments.model, facts), "versions": versions(), "rows": rows}
+        with replacing("--json", arguments.json) as unfinished:
+            unfinished.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        print(f"wrote {arguments.json}", file=sys.stderr)
+    return 0
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    """The rows on stdout; memory where there is a GPU."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("law", overflow="fold")
+    table.add_column("")
+    columns = ["length", "tokens/s", "stock", "speed"] + (["MiB", "stock", "memory"] if rows[0]["mib"] else [])
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        rates = f"{row['tokens_per_second']:.1f}", f"{row['stock_tokens_per_second']:.1f}", f"{row['speed']:.2f} x"
+        memory = (str(row["mib"]), str(row["stock_mib"]), f"{row['memory']:.2f} x") if row["mib"] else ()
+        table.add_row(row["law"], row["what"], str(row["length"]), *rates, *memory)
+    Console().print(table)

@@ -1,0 +1,50 @@
+"""`rpe3d bench`: a row for every law and measure, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from refusal import refusal
+
+import tiny_lm
+from rpe3d.cli import main
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_lm.save(tmp_path_factory.mktemp("bench") / "model")
+
+
+def test_every_law_has_a_rate_of_reading_and_one_of_writing(folder, tmp_path, capsys):
+    out = tmp_path / "bench.json"
+    command = ["bench", str(folder), "--laws", "3d-rpe,yarn", "--length", "300", "--new", "2", "--repeat", "2"]
+    assert main([*command, "--device", "cpu", "--json", str(out)]) == 0
+    content = json.loads(out.read_text())
+    assert (content["schema"], content["kind"]) == (1, "bench")
+    assert [(row["law"], row["what"]) for row in content["rows"]] == [
+        (law, what) for law in ("3d-rpe", "yarn") for what in ("prefill", "decode")
+    ]
+    for row in content["rows"]:
+        assert row["speed"] == pytest.approx(row["tokens_per_second"] / row["stock_tokens_per_second"], abs=0.01)
+        assert row["length"] == 300
+        assert row["mib"] is None  # no GPU, no peak
+    assert "3d-rpe" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        (["--laws", "3d-rpe,3d-rpe"], "3d-rpe, 3d-rpe are not all different"),
+        (["--length", "1"], "--length is 1"),
+        (["--repeat", "0"], "--repeat is 0"),
+        (["--laws", "3d"], "law '3d' is not known"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(given, problem, folder, capsys):
+    code, said, hint = refusal(capsys, "bench", folder, "--device", "cpu", *given)
+    assert code == 1
+    assert said.startswith(problem)
+    assert hint
