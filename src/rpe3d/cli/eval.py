@@ -1,0 +1,154 @@
+"""`rpe3d eval`: the paper's evaluations of any model under any law; `evaluate.suites.evaluation` has the JSON."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import Any
+
+from rpe3d.cli.arguments import folder, laws, need, sizes
+from rpe3d.cli.compare import add_model_arguments, add_text_arguments, load_model, progress_bar
+
+TASKS = "longbench, leval, ruler, ppl, passkey, copy, or one task as longbench:lcc, ppl:FOLDER"
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a Hugging Face name or folder, a .gguf file, or `default`")
+    add("--tasks", metavar="T,T", required=True, help=TASKS)
+    add("--law", metavar="A,B", help="laws, name:parameter=value, or law files; default: the model as it is")
+    add("--length", metavar="N,N", type=sizes, help="contexts that prompts are cut to; default: the model's own")
+    add("--data", metavar="DIR", type=Path, help="has longbench/TASK.jsonl, leval/TASK.jsonl; default: from the hub")
+    add_text_arguments(parser)
+    add("--limit", metavar="N", type=int, help="samples of each task; default all (of RULER 500)")
+    add("--batch", metavar="N", type=int, default=1, help="prompts, windows or copies at once; default 1")
+    add("--chat", default="auto", help="llama2, vicuna, xgen, internlm, template, none; default by the model's name")
+    add(
+        "--chat-rules",
+        choices=("upstream", "authors"),
+        default="upstream",
+        help="authors: LongBench's code tasks as chats, too, as the 3D-RPE authors have it",
+    )
+    add("--protocol", default="windows", help="perplexity: windows (default), overlap_mean or sliding_new_tokens")
+    add("--windows", metavar="N", type=int, help="windows for ppl; default 4, in the other protocols all")
+    add("--copies", metavar="N", type=int, default=4, help="copy trials; default 4")
+    add("--passkeys", metavar="N", type=int, default=10, help="passkeys; default 10")
+    add("--seed", metavar="N", type=int, default=0, help="of copies and passkeys; default 0")
+    add_model_arguments(parser)
+    add("--json", metavar="FILE", type=Path, help="keep rows here and predictions beside it; the same command goes on")
+    add("--overwrite", action="store_true", help="start over where --json has results of something else")
+    add("--report", metavar="DIR", type=Path, help="a page with the tables (and DIR/eval.json)")
+
+
+def run(arguments: Namespace) -> int:
+    need("cli", "rich")
+    need("models", "transformers")
+    from rpe3d.evaluate import Entry
+    from rpe3d.evaluate.ranks import ranks
+    from rpe3d.evaluate.suites import store
+    from rpe3d.evaluate.suites.ask import Ask, parse_tasks
+    from rpe3d.evaluate.suites.chat import chat_of
+    from rpe3d.evaluate.suites.checkpoint import condense, own_length
+    from rpe3d.evaluate.suites.evaluation import evaluate
+
+    tasks = parse_tasks(arguments.tasks.split(","))
+    given = laws(arguments.law) if arguments.law else []
+    names = ("limit", "batch", "protocol", "windows", "copies", "passkeys", "seed")
+    asked: dict[str, Any] = {
+        "tasks": tasks,
+        "laws": [Entry(label=law.label, law=law.name, parameters=law.parameters) for law in given],
+        "authors": arguments.chat_rules == "authors",
+        **{name: getattr(arguments, name) for name in names},
+    }
+    Ask(lengths=arguments.length or [4096], **asked)
+    data, texts = questions(arguments, tasks)
+    file: Path | None = arguments.json
+    if arguments.report is not None:
+        folder("--report", arguments.report)
+        file = file or arguments.report / "eval.json"
+    if file is not None:
+        store.check_place(file)
+    first = ranks().first
+    loaded = load_model(arguments)
+    condensed = condense(loaded.model)
+    chat, chat_note = chat_of(arguments.chat, loaded.tokenizer, Path(arguments.model).name)
+    for note in (condensed, chat_note):
+        if note and first:
+            print(f"note: {note}", file=sys.stderr)
+    for law in given:
+        if law.pretrained is not None:
+            from rpe3d.evaluate.compare import model_facts
+
+            law.check(model_facts(loaded.model)["pretrained"])
+    with progress_bar(first) as progress:
+        results = evaluate(
+            loaded.model,
+            chat,
+            Ask(lengths=arguments.length or [own_length(loaded.model)], **asked),
+            data=data,
+            texts=texts,
+            file=file,
+            overwrite=arguments.overwrite,
+            name=arguments.model,
+            command=shlex.join(["rpe3d", *sys.argv[1:]]),
+            progress=progress,
+        )
+    if first:
+        finish(results, arguments.report, file)
+    return 0
+
+
+def questions(arguments: Namespace, tasks: list[tuple[str, str]]) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """The questions and texts of all tasks, or a refusal before the model is looked for."""
+    from rpe3d.evaluate import read_texts
+    from rpe3d.evaluate.suites import longbench
+    from rpe3d.evaluate.suites.data import load, load_texts
+    from rpe3d.evaluate.texts import check_bytes
+
+    if any(longbench.TASKS[name].metric.endswith("_zh") for group, name in tasks if group == "longbench"):
+        need("eval", "jieba")
+    if any(group == "ruler" for group, _ in tasks):
+        need("eval", "wonderwords")
+    data = {task: load(*task, arguments.data) for task in tasks if task[0] in ("longbench", "leval")}
+    texts = {}
+    for group, name in tasks:
+        if group in ("ppl", "copy", "ruler"):
+            own = group == "ppl" and name
+            texts[group, name] = load_texts(name, arguments.data) if own else read_texts(arguments.texts)
+        if group == "ppl" and arguments.length:
+            check_bytes(texts[group, name], arguments.length)
+    return data, texts
+
+
+def finish(results: dict[str, Any], place: Path | None, file: Path | None) -> None:
+    """The tables on stdout, the page, and where everything lies."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from rpe3d.evaluate.suites.page import write_page
+    from rpe3d.evaluate.suites.tables import tables
+
+    console = Console()
+    found = tables(results)
+    for table in found:
+        shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=table.title, title_justify="left")
+        shown.add_column("", overflow="fold")
+        for column in table.columns:
+            shown.add_column(column, justify="right", overflow="fold")
+        for line in table.lines:
+            shown.add_row(f"{line.label} (quoted)" if line.quoted else line.label, *line.texts())
+        console.print(shown)
+    for note in dict.fromkeys(filter(None, (table.note for table in found))):
+        print(f"note: {note}", file=sys.stderr)
+    for row in results["rows"]:
+        if row["status"] != "ok":
+            task = ":".join(filter(None, (row["suite"], row["task"])))
+            print(f"note: {row['law']} at {row['length']}, {task}: {row['status']}", file=sys.stderr)
+    written = [] if file is None else [file]
+    if place is not None:
+        written += write_page(results, place)
+    if written:
+        print("wrote " + ", ".join(map(str, written)), file=sys.stderr)

@@ -1,0 +1,33 @@
+"""`rpe3d score`: what a file of predictions is worth, whoever wrote it, as LongBench, L-Eval or RULER would say."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from rpe3d.config import choice
+
+SUITES = ("longbench", "leval", "ruler")
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("predictions", metavar="PREDICTIONS.jsonl", type=Path, help="in upstream's format; also as .xz, .gz or .bz2")
+    add("--suite", required=True, help=f"one of {', '.join(SUITES)}")
+    add("--task", required=True, help="the task's name, such as hotpotqa or gsm100")
+
+
+def run(arguments: Namespace) -> int:
+    choice("suite", arguments.suite, SUITES)
+    from rpe3d.evaluate.suites import suite
+    from rpe3d.evaluate.suites.predictions import read_records
+
+    chosen = suite(arguments.suite)
+    task = choice(f"{arguments.suite} task", arguments.task, chosen.TASKS)
+    score = chosen.score(task, read_records(arguments.predictions))
+    if score.empty:
+        print(f"note: {score.empty} of {score.n} predictions are empty", file=sys.stderr)
+    print(json.dumps({"suite": arguments.suite, "task": task, "score": score.score, "n": score.n}))
+    return 0

@@ -1,0 +1,77 @@
+"""The words that a chat model expects around a prompt, as LongBench's and L-Eval's own scripts put them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rpe3d.config import ConfigError, choice
+
+VICUNA = (
+    "A chat between a curious user and an artificial intelligence assistant. "
+    "The assistant gives helpful, detailed, and polite answers to the user's questions. USER: {prompt} ASSISTANT:"
+)
+XGEN = (
+    "A chat between a curious human and an artificial intelligence assistant. "
+    "The assistant gives helpful, detailed, and polite answers to the human's questions.\n\n ### Human: {prompt}\n###"
+)
+FORMS = {
+    "none": "{prompt}",
+    "llama2": "[INST]{prompt}[/INST]",
+    "vicuna": VICUNA,
+    "xgen": XGEN,
+    "internlm": "<|User|>:{prompt}<eoh>\n<|Bot|>:",
+}
+TEMPLATE = "template"
+AUTO = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chat:
+    """A tokenizer and the form of its model's chats: one of FORMS, or its own template."""
+
+    tokenizer: Any
+    form: str
+
+    def encode(self, prompt: str) -> list[int]:
+        """The tokens that the model reads, with what its tokenizer adds by default."""
+        return list(self.tokenizer(prompt, verbose=False).input_ids)
+
+    def wrap(self, prompt: str, system: str = "") -> str:
+        """The prompt as a user's turn, after which the assistant's begins. Only a template has a place for `system`."""
+        if self.form != TEMPLATE:
+            before, after = FORMS[self.form].split("{prompt}")
+            return before + system + prompt + after
+        turns = [{"role": "system", "content": system}] if system else []
+        turns.append({"role": "user", "content": prompt})
+        text = str(self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+        first = self.tokenizer.bos_token
+        twice = first and text.startswith(first) and self.encode("a")[0] == self.tokenizer.bos_token_id
+        return text.removeprefix(first) if twice else text
+
+    def cleaned(self, said: str) -> str:
+        """The answer without what xgen and internlm put around it."""
+        if self.form == "xgen":
+            return said.strip().replace("Assistant:", "")
+        return said.split("<eoa>")[0] if self.form == "internlm" else said
+
+
+def chat_of(form: str, tokenizer: Any, model: str) -> tuple[Chat, str | None]:
+    """The chat called `form`, and what the user should be told; `auto` goes by the model's name, as LongBench does."""
+    known = [AUTO, TEMPLATE, *FORMS]
+    note = None
+    if choice("chat", form, known) == TEMPLATE and not tokenizer.chat_template:
+        raise ConfigError(f"{model} has no chat template", f"choose another --chat: {', '.join(FORMS)}")
+    if form == AUTO:
+        form = _by_name(model.lower()) or (TEMPLATE if tokenizer.chat_template else "none")
+        if form == "none":
+            note = f"{model} has no chat template, so prompts go in as they are; --chat llama2 makes a chat of them"
+    return Chat(tokenizer=tokenizer, form=form), note
+
+
+def _by_name(model: str) -> str | None:
+    if "longchat" in model or "vicuna" in model:
+        return "vicuna"
+    if ("llama2" in model or "llama-2" in model) and "chat" in model:
+        return "llama2"
+    return next((form for form in ("xgen", "internlm") if form in model), None)

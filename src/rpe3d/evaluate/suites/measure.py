@@ -1,0 +1,171 @@
+"""One row: a task's predictions, batch by batch, and their score; or a probe's measure."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+
+from rpe3d.config import ConfigError
+from rpe3d.evaluate.perplexity import mean_nll
+from rpe3d.evaluate.ranks import Ranks
+from rpe3d.evaluate.row import MEASURERS, Bench
+from rpe3d.evaluate.settings import Settings
+from rpe3d.evaluate.suites import ruler, suite
+from rpe3d.evaluate.suites.ask import Ask, Task, title
+from rpe3d.evaluate.suites.chat import Chat
+from rpe3d.evaluate.suites.data import Data
+from rpe3d.evaluate.suites.generate import Generator
+from rpe3d.evaluate.suites.predictions import Record, Score, append, kept
+from rpe3d.evaluate.suites.sample import Sample
+from rpe3d.evaluate.texts import Text, check_tokens, opening, tokenize
+
+Advance = Callable[[float], None]
+"""Called with the part of a row that is done."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Means:
+    """What every row is made with."""
+
+    model: Any
+    chat: Chat
+    generate: Generator
+    ask: Ask
+    data: Mapping[Task, Data]
+    texts: Mapping[Task, Sequence[Text]]
+    """Of `ppl` and `copy`, and RULER's haystack."""
+    ranks: Ranks
+
+
+def samples_of(means: Means, task: Task, length: int) -> list[Sample]:
+    """The questions of a task, as many as asked for."""
+    group, name = task
+    ask = means.ask
+    if group == "ruler":
+        essay = " ".join(text.content for text in means.texts[task])
+        return ruler.samples(name, means.chat, length, ask.limit, essay)
+    made: list[Sample] = suite(group).samples(
+        name, means.data[task].records, means.chat, length, ask.limit, ask.authors
+    )
+    return made
+
+
+def predict(means: Means, task: Task, length: int, file: Path | None, advance: Advance) -> Score:
+    """The task's score. Predictions reach `file` batch by batch, in the first process, and those in it are not redone.
+
+    The longest prompts come first: what does not fit into memory shows at once, and prompts of a batch are alike.
+    """
+    group, name = task
+    samples = samples_of(means, task, length)
+    writes = file if means.ranks.first else None
+    done = means.ranks.from_first({record["index"]: record for record in (kept(writes) if writes else ())})
+    sizes = {i: sum(map(len, sample.prompts)) for i, sample in enumerate(samples)}
+    waiting = sorted((i for i in sizes if i not in done), key=lambda i: -sizes[i])
+    ask, count, began = means.ask, means.ranks.count, time.perf_counter()
+    batches = [waiting[at : at + ask.batch] for at in range(0, len(waiting), ask.batch)]
+    for at in range(0, len(batches), count):
+        mine = batches[at : at + count][means.ranks.index : means.ranks.index + 1]
+        records = _together(means.ranks, partial(_records, means, samples, task, mine))
+        done |= {record["index"]: record for record in records}
+        if writes is not None:
+            append(writes, records)
+        advance(len(done) / len(samples))
+    pace = round(60 * len(waiting) / (time.perf_counter() - began), 2) if waiting else None
+    score: Score = suite(group).score(name, [done[i] for i in sizes])
+    return replace(score, pace=pace)
+
+
+def _together(everybody: Ranks, work: Callable[[], list[Any]]) -> list[Any]:
+    """What all processes made. Memory that runs out in one of them runs out in all, so that none waits for another."""
+    mine: list[Any] | None = None
+    with suppress(torch.OutOfMemoryError, MemoryError):
+        mine = work()
+    parts = everybody.gather(mine)
+    if any(part is None for part in parts):
+        raise MemoryError
+    return [item for part in parts for item in part or ()]
+
+
+def _records(means: Means, samples: Sequence[Sample], task: Task, batches: Sequence[Sequence[int]]) -> list[Record]:
+    records: list[Record] = []
+    for batch in batches:
+        chosen = [samples[i] for i in batch]
+        sample = chosen[0]  # a task's samples differ in their prompts alone
+        said = [
+            means.generate([one.prompts[turn] for one in chosen], sample.max_new, sample.line_only)
+            for turn in range(len(sample.prompts))
+        ]
+        for i, one, answers in zip(batch, chosen, zip(*said, strict=True), strict=True):
+            records.append({"index": i, **suite(task[0]).record(one, answers)})
+    return records
+
+
+def probe(means: Means, task: Task, length: int, file: Path | None, advance: Advance) -> Score:
+    """Perplexity, copying or passkeys, as `rpe3d compare` measures them; what each trial gave is kept in `file`."""
+    group, _ = task
+    ask = means.ask
+    texts = [tokenize(means.chat.tokenizer, text) for text in means.texts.get(task, ())]
+    if group == "ppl":
+        check_tokens(texts, [length])
+    bench = Bench(
+        model=means.model,
+        tokenizer=means.chat.tokenizer,
+        texts=texts,
+        first=opening(means.chat.tokenizer),
+        settings=Settings(
+            laws=["rope"],
+            lengths=[length],
+            measures=[group],
+            **{name: getattr(ask, name) for name in ("windows", "copies", "passkeys", "protocol", "seed", "batch")},
+        ),
+        ranks=means.ranks,
+        progress=lambda _, done, total: advance(min(1.0, done / total)),
+    )
+    bench.total = bench.work(length)
+    kind = {"ppl": "windows", "copy": "copies", "passkey": "passkeys"}[group]
+    found = _together(means.ranks, lambda: MEASURERS[group](bench, length)[kind])
+    trials = sorted(found, key=lambda item: int(item[0]))
+    score, records = SUMMARIES[group](trials, ask.protocol)
+    if not math.isfinite(score.score):
+        raise ConfigError(f"{title(task)} gave no finite number", "the model's likelihoods are NaN or infinite")
+    if file is not None and means.ranks.first:
+        file.unlink(missing_ok=True)
+        append(file, records)
+    return score
+
+
+Trials = list[tuple[Any, ...]]
+
+
+def _perplexity(trials: Trials, protocol: str) -> tuple[Score, list[Record]]:
+    nll = mean_nll([trial[-1] for trial in trials], protocol)[0]
+    records: list[Record] = [{"index": i, "text": text, "start": start, "nll": s.nll} for i, text, start, s in trials]
+    return Score(score=math.exp(nll) if nll < 700 else math.inf, n=len(trials), metric=f"ppl {protocol}"), records
+
+
+def _copying(trials: Trials, protocol: str) -> tuple[Score, list[Record]]:
+    records: list[Record] = [{"index": i, "seed": seed, "nll": nll} for i, seed, nll in trials]
+    return Score(score=mean(trial[-1] for trial in trials), n=len(trials), metric="nll"), records
+
+
+def _passkeys(trials: Trials, protocol: str) -> tuple[Score, list[Record]]:
+    names = ("index", "depth", "key", "answer", "correct")
+    records: list[Record] = [dict(zip(names, trial, strict=True)) for trial in trials]
+    right = sum(bool(trial[-1]) for trial in trials)
+    return Score(score=round(100 * right / len(trials), 2), n=len(trials), metric="exact_match"), records
+
+
+SUMMARIES: dict[str, Callable[[Trials, str], tuple[Score, list[Record]]]] = {
+    "ppl": _perplexity,
+    "copy": _copying,
+    "passkey": _passkeys,
+}

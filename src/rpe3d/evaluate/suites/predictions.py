@@ -1,0 +1,94 @@
+"""Files of records, one JSON object a line: every line is checked, and a kill loses one at most."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rpe3d.config import ConfigError
+from rpe3d.evaluate.texts import OPENERS
+
+Record = Mapping[str, Any]
+KINDS = {str: "a text", list: "a list", int: "a number"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """What a task's predictions are worth, in percent, and how many there are."""
+
+    score: float
+    n: int
+    metric: str
+    empty: int = 0
+    """Predictions without a word."""
+    pace: float | None = None
+    """Samples per minute of generation, of those that were made in this run."""
+
+
+def read_records(path: Path) -> list[Record]:
+    """The objects of a JSONL file, plain or as .xz, .gz or .bz2; blank lines count for nothing."""
+    hint = "give a JSONL file: UTF-8, one object a line"
+    try:
+        with OPENERS.get(path.suffix.lower(), open)(path, "rb") as file:
+            lines = file.read().split(b"\n")
+    except (lzma.LZMAError, EOFError, gzip.BadGzipFile) as error:
+        raise ConfigError(f"{path} is not a whole {path.suffix} file ({error})", "copy it again") from None
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}", hint) from None
+    records = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            records.append(_parsed(line, f"line {number} of {path}", hint))
+    if not records:
+        raise ConfigError(f"{path} is empty", hint)
+    return records
+
+
+def _parsed(line: bytes, where: str, hint: str) -> Record:
+    try:
+        record = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{where} is not UTF-8 (byte {error.start} is {line[error.start]:#04x})", hint) from None
+    except ValueError as error:
+        raise ConfigError(f"{where} is not JSON ({error})", hint) from None
+    if not isinstance(record, dict):
+        raise ConfigError(f"{where} is no JSON object", hint)
+    return record
+
+
+def check_fields(records: Sequence[Record], fields: Mapping[str, type], hint: str) -> None:
+    """Refuse the first record that lacks one of `fields`, or has something else in it."""
+    for number, record in enumerate(records, 1):
+        for name, kind in fields.items():
+            if name not in record:
+                has = ", ".join(map(repr, record)) or "nothing"
+                raise ConfigError(f"record {number} has no field {name!r}, but {has}", hint)
+            if not isinstance(record[name], kind):
+                raise ConfigError(f"{name!r} of record {number} is not {KINDS[kind]}", hint)
+
+
+def append(path: Path, records: Sequence[Record]) -> None:
+    """Add lines to a file that may be new."""
+    lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "ab") as file:
+            file.write(lines.encode("utf-8", "surrogatepass"))
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}", "give --json a place to write to") from None
+
+
+def kept(path: Path) -> list[Record]:
+    """What an earlier run left; the line that a kill cut short is taken off the file."""
+    if not path.exists():
+        return []
+    raw = path.read_bytes()
+    whole = raw[: raw.rfind(b"\n") + 1]
+    if len(whole) < len(raw):
+        path.write_bytes(whole)
+    return read_records(path) if whole.strip() else []

@@ -1,0 +1,174 @@
+"""`rpe3d eval`: what goes where, what is refused before the model is loaded, and what an interruption leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from refusal import refusal
+
+import tiny_lm
+from rpe3d.cli import main
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+TASKS = "longbench:hotpotqa,leval:gsm100,passkey"
+SMALL = ("--length", "1k", "--passkeys", "1", "--device", "cpu", "--batch", "2")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_lm.save(tmp_path_factory.mktemp("eval") / "model")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    place = tmp_path_factory.mktemp("data")
+    hotpot = [{"context": "C" * i, "input": "Q", "answers": ["A"], "all_classes": None, "length": i} for i in (5, 6, 7)]
+    (place / "hotpotqa.jsonl").write_text("\n".join(map(json.dumps, hotpot)))
+    (place / "leval").mkdir()
+    gsm = {"input": "1 + 1", "instructions": ["?"], "outputs": ["2"], "evaluation": "exam"}
+    (place / "leval" / "gsm100.jsonl").write_text(json.dumps(gsm))
+    return place
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Answers of a few tokens: what a random model says is of no interest here."""
+    from rpe3d.evaluate.suites import generate
+
+    answers = generate._answers
+    monkeypatch.setattr(generate, "_answers", lambda model, chat, p, max_new, line: answers(model, chat, p, 3, line))
+
+
+def run(*argv):
+    return main(["eval", *map(str, argv)])
+
+
+def fails(capsys, *argv):
+    return refusal(capsys, "eval", *argv)
+
+
+def test_tables_are_data_and_predictions_lie_beside_the_results(folder, data, tmp_path, capsys, quick):
+    command = (folder, "--tasks", TASKS, "--data", data, "--law", "rope,dca", *SMALL, "--report", tmp_path / "r")
+    assert run(*command) == 0
+    captured = capsys.readouterr()
+    assert "rope at 1k" in captured.out
+    assert "3D-RPE-LLaMA2-7B-Chat" in captured.out
+    assert "(quoted)" in captured.out
+    assert "note: model has no chat template, so prompts go in as they are" in captured.err
+    assert captured.err.splitlines()[-1].startswith(f"wrote {tmp_path / 'r' / 'eval.json'}, ")
+    results = json.loads((tmp_path / "r" / "eval.json").read_text())
+    assert (results["schema"], results["kind"]) == (1, "eval")
+    assert [(row["law"], row["suite"], row["n"]) for row in results["rows"]] == [
+        (law, suite, n) for law in ("rope", "dca") for suite, n in (("longbench", 3), ("leval", 1), ("passkey", 1))
+    ]
+    for row in results["rows"]:
+        file = tmp_path / "r" / row["predictions"]
+        assert len(file.read_text().splitlines()) == row["n"]
+        if row["suite"] != "passkey":
+            assert main(["score", "--suite", row["suite"], "--task", row["task"], str(file)]) == 0
+            assert json.loads(capsys.readouterr().out)["score"] == row["score"]
+    before = results["rows"]
+    assert run(*command) == 0
+    assert json.loads((tmp_path / "r" / "eval.json").read_text())["rows"] == before
+
+
+def test_an_interruption_leaves_what_was_done_and_the_same_command_goes_on(folder, data, tmp_path, capsys, monkeypatch):
+    from rpe3d.evaluate.suites import generate
+
+    asked = []
+
+    def second_time_interrupted(model, chat, prompts, max_new, line_only):
+        if len(asked) == 1:
+            asked.append("stop")
+            raise KeyboardInterrupt
+        asked.extend(prompts)
+        return ["A"] * len(prompts)
+
+    monkeypatch.setattr(generate, "_answers", second_time_interrupted)
+    file = tmp_path / "r.json"
+    command = (folder, "--tasks", "longbench:hotpotqa", "--data", data, *SMALL, "--batch", "1", "--json", file)
+    assert run(*command) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "interrupted"
+    assert len((tmp_path / "r.predictions/stock-1024/longbench/hotpotqa.jsonl").read_text().splitlines()) == 1
+    assert run(*command) == 0
+    assert len(asked) == 4
+    (row,) = json.loads(file.read_text())["rows"]
+    assert (row["score"], row["n"]) == (0.0, 3)  # "A" is an article, which upstream strips
+
+
+@pytest.mark.parametrize(
+    ("argv", "problem"),
+    [
+        (["--tasks", "longbenchs"], "suite of tasks 'longbenchs' is not known"),
+        (["--tasks", "leval:toefl"], "leval task 'toefl' is not known"),
+        (["--tasks", "passkey", "--law", "ropes"], "law 'ropes' is not known"),
+        (["--tasks", "passkey", "--length", "100"], "length is 100, outside [256,"),
+        (["--tasks", "passkey", "--protocol", "press"], "protocol 'press' is not known"),
+        (["--tasks", "passkey", "--limit", "0"], "limit is 0, outside [1,"),
+        (["--tasks", "passkey", "--json", "none/r.json"], "there is no folder none"),
+        (["--tasks", "longbench:lcc", "--data", "none"], "there is no folder none"),
+        (["--tasks", "ppl:pg19"], "ppl:pg19 has no texts: --data is not given"),
+        (["--tasks", "ppl", "--texts", "none.txt"], "cannot read none.txt"),
+        (["--tasks", "ppl", "--length", "1M"], "no text is as long as a window of 1048576 tokens"),
+    ],
+)
+def test_bad_input_is_refused_before_the_model_is_looked_for(capsys, argv, problem):
+    code, said, hint = fails(capsys, "/nowhere/at/all", *argv)
+    assert code == 1
+    assert said.startswith(problem)
+    assert hint
+
+
+def test_a_data_folder_of_another_benchmark_is_refused(data, capsys):
+    code, said, hint = fails(capsys, "/nowhere/at/all", "--tasks", "longbench:lcc", "--data", data / "leval")
+    assert (code, said) == (1, f"{data / 'leval'} has no questions of longbench:lcc; it has gsm100.jsonl")
+    assert "THUDM/LongBench" in hint
+
+
+def test_a_file_that_is_no_results_file_is_kept(tmp_path, capsys):
+    (tmp_path / "mine").write_text("mine")
+    code, said, _ = fails(capsys, "/nowhere/at/all", "--tasks", "passkey", "--json", tmp_path / "mine", "--overwrite")
+    assert (code, said) == (1, f"{tmp_path / 'mine'} is there and holds no results of `rpe3d eval`")
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
+def test_a_model_without_a_chat_template_is_said_where_one_is_asked_for(folder, capsys):
+    code, said, hint = fails(capsys, folder, "--tasks", "passkey", "--chat", "template", *SMALL)
+    assert (code, said) == (1, "model has no chat template")
+    assert "--chat" in hint
+
+
+@pytest.mark.parametrize("argv", [["--tasks"], [], ["--tasks", "ppl", "--length", "8q"]])
+def test_wrong_usage_exits_with_2(capsys, argv):
+    assert fails(capsys, "default", *argv)[0] == 2
+
+
+@pytest.mark.parametrize("module", ["jieba", "wonderwords"])
+def test_a_missing_package_says_how_to_install_it(capsys, monkeypatch, module):
+    monkeypatch.setitem(sys.modules, module, None)
+    task = {"jieba": "longbench:dureader", "wonderwords": "ruler:vt"}[module]
+    code, said, hint = fails(capsys, "/nowhere/at/all", "--tasks", task)
+    assert (code, said, hint) == (1, f"{module} is not installed", "pip install 'rpe3d[eval]'")
+
+
+def test_two_processes_give_the_rows_and_predictions_of_one(folder, data, tmp_path):
+    """`accelerate launch` deals the batches out."""
+    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"]
+    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0", "-m"]
+    argv = ["rpe3d", "eval", str(folder), "--tasks", "longbench:hotpotqa,passkey", "--data", str(data)]
+    argv += ["--length", "1k", "--passkeys", "3", "--device", "cpu", "--json"]
+    rows, lines = {}, {}
+    for name, command in (("one", ["-m"]), ("two", launch)):
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+        file = tmp_path / f"{name}.json"
+        subprocess.run([sys.executable, *command, *argv, str(file)], check=True, env=environment, capture_output=True)
+        timed = ("seconds", "samples_per_minute", "predictions")
+        found = json.loads(file.read_text())["rows"]
+        rows[name] = [{key: value for key, value in row.items() if key not in timed} for row in found]
+        lines[name] = [sorted((tmp_path / row["predictions"]).read_text().splitlines()) for row in found]
+    assert rows["one"] == rows["two"]
+    assert lines["one"] == lines["two"]

@@ -1,0 +1,109 @@
+"""Other people's long-context checkpoints are measured with the rope settings that they came with."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import tiny_lm
+from rpe3d.config import ConfigError
+from rpe3d.evaluate.suites.ask import Ask
+from rpe3d.evaluate.suites.chat import chat_of
+from rpe3d.evaluate.suites.checkpoint import condense, own_length
+from rpe3d.evaluate.suites.evaluation import evaluate
+from rpe3d.models.load import load
+
+# Both divide positions. Vicuna 16k says so in the words of transformers; LongChat says `rope_condense_ratio`, which
+# FastChat's patch of the rotary embedding reads (t = arange / ratio) and transformers does not.
+CONFIGS = {
+    "longchat-7b-16k": {"rope_condense_ratio": 8, "max_sequence_length": 512},
+    "vicuna-7b-v1.5-16k": {"rope_scaling": {"type": "linear", "factor": 4.0}, "max_sequence_length": 256},
+}
+RATIOS = {"longchat-7b-16k": 8.0, "vicuna-7b-v1.5-16k": 4.0}
+
+
+@pytest.fixture(params=CONFIGS)
+def checkpoint(request, tmp_path):
+    torch.manual_seed(0)
+    sizes = {**tiny_lm.SIZES, "max_position_embeddings": 64}
+    config = LlamaConfig(vocab_size=257, **sizes, **CONFIGS[request.param])
+    LlamaForCausalLM(config).save_pretrained(tmp_path / request.param)
+    tiny_lm.tokenizer().save_pretrained(tmp_path / request.param)
+    return tmp_path / request.param
+
+
+def condensed(model, ratio):
+    """FastChat's condensed rotary: every position divided by `ratio`, by hand, on a stock Llama."""
+    rotary = model.model.rotary_emb
+    forward = rotary.forward
+    rotary.forward = lambda x, position_ids, **kwargs: forward(x, position_ids / ratio, **kwargs)
+    return model
+
+
+def test_positions_are_divided_as_fastchat_does(checkpoint):
+    ratio = RATIOS[checkpoint.name]
+    loaded = load(str(checkpoint), device="cpu").model
+    assert (condense(loaded) is not None) == checkpoint.name.startswith("longchat")
+    assert condense(loaded) is None
+    stock = AutoModelForCausalLM.from_pretrained(
+        checkpoint, rope_parameters={"rope_type": "default", "rope_theta": 1e4}
+    )
+    ids = torch.arange(1, 200)[None]
+    plain = stock(ids).logits
+    assert torch.allclose(loaded(ids).logits, condensed(stock, ratio)(ids).logits, atol=1e-4)
+    assert not torch.allclose(loaded(ids).logits, plain, atol=1e-2)
+
+
+def test_they_are_rows_in_vicunas_chat_with_their_own_rope_settings(checkpoint):
+    loaded = load(str(checkpoint), device="cpu")
+    condense(loaded.model)
+    assert own_length(loaded.model) == 64 * RATIOS[checkpoint.name]
+    chat, note = chat_of("auto", loaded.tokenizer, checkpoint.name)
+    assert (chat.form, note) == ("vicuna", None)
+    results = evaluate(loaded.model, chat, Ask(tasks=[("passkey", "")], lengths=[512], passkeys=1), data={}, texts={})
+    (row,) = results["rows"]
+    assert (row["law"], row["status"], row["n"]) == ("stock", "ok", 1)
+    rope = results["model"]["rope"]
+    assert (rope["rope_type"], rope["factor"]) == ("linear", RATIOS[checkpoint.name])
+
+
+def test_a_model_that_does_not_say_its_context_needs_a_length():
+    config = SimpleNamespace()
+    config.get_text_config = lambda decoder: config
+    with pytest.raises(ConfigError, match="SimpleNamespace does not say how long its context is: give --length"):
+        own_length(SimpleNamespace(config=config))
+    config.seq_length = 32768  # as ChatGLM says it
+    assert own_length(SimpleNamespace(config=config)) == 32768
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        ("Llama-2-7b-chat-hf", "llama2"),
+        ("vicuna-7b-v1.5-16k", "vicuna"),
+        ("xgen-7b-8k-inst", "xgen"),
+        ("internlm-chat-7b", "internlm"),
+        ("Llama-2-7b-hf", "none"),
+        ("something-else", "none"),
+    ],
+)
+def test_the_chat_goes_by_the_models_name_as_upstream_has_it(tokenizer, name, form):
+    chat, note = chat_of("auto", tokenizer, name)
+    assert chat.form == form
+    assert (note is None) == (form != "none")
+
+
+def test_a_template_of_its_own_is_used_and_a_missing_one_is_said(tokenizer):
+    with pytest.raises(ConfigError, match="something has no chat template: choose another --chat: none, llama2"):
+        chat_of("template", tokenizer, "something")
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    assert chat_of("auto", tokenizer, "something")[0].form == "template"
+
+
+def test_what_xgen_and_internlm_put_around_an_answer_is_taken_off(tokenizer):
+    assert chat_of("xgen", tokenizer, "x")[0].cleaned(" Assistant: yes ") == " yes"
+    assert chat_of("internlm", tokenizer, "x")[0].cleaned("yes<eoa>no") == "yes"
+    assert chat_of("none", tokenizer, "x")[0].cleaned(" yes") == " yes"
