@@ -1,0 +1,221 @@
+"""A training step under a law against the same step with stock RoPE and SDPA, in one run: speed and memory.
+
+    python benchmarks/train.py --model default --out benchmarks/results       # or --model FOLDER
+    python benchmarks/train.py --model default --lengths 256 --repeat 1 --out DIR      # minutes on a CPU
+
+A step is the forward, the next-token loss, the backward and AdamW on one window of random tokens: LoRA of rank 8 on q,
+k, v and o, bf16 autocast on CUDA, fp32 elsewhere, as `rpe3d train` does it. The peers share their frozen weights and
+take turns (A B C A B C ...); every number is a median. Nothing is timed before 3d-rpe has passed its check: on a text
+within its window the loss of step 0 and its gradients are the stock model's, to twice its own rounding.
+Writes train-<device>.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import csv
+import statistics
+import sys
+import time
+from collections import defaultdict
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rpe3d import extend, law_of
+from rpe3d.models.load import load
+from rpe3d.models.registry import needs_attention
+from rpe3d.train.attention import TrainingAttention, training_attention
+from rpe3d.train.lora import trainable
+from rpe3d.train.settings import Settings
+from stamp import COLUMNS, stamp
+
+RATES = ("tokens_per_s", "stock_tokens_per_s", "speed", "speed_goal")
+NUMBERS = ("model", "setting", "peer", "tokens", *RATES, "peak_mib", "stock_peak_mib", "memory", "memory_goal")
+SPEED, MEMORY = 0.85, 1.1  # at least, at most; of 3d-rpe
+CUDA = torch.cuda.is_available()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """A way to train: a law, or stock RoPE with SDPA, and LongLoRA's attention."""
+
+    law: str | None = None
+    sparse: bool = False
+
+
+PEERS = {
+    "stock": Peer(),
+    "3d-rpe": Peer(law="3d-rpe"),
+    "linear": Peer(law="linear"),
+    "s2 + linear": Peer(law="linear", sparse=True),
+}
+SETTINGS = {"checkpointing": True, "activations kept": False}
+"""Whether a backward computes activations again."""
+
+
+class Trained:
+    """A peer with its adapter and optimizer."""
+
+    def __init__(self, stock: Any, peer: Peer, context: int) -> None:
+        frozen = {id(p): p for p in stock.parameters()}
+        model = copy.deepcopy(stock, frozen)
+        self.peer = peer
+        if peer.law is not None:
+            extend(model, peer.law, context=context)
+        self.base = model
+        torch.manual_seed(0)
+        settings = Settings(kind="lm", model="default", context=context, data=["random tokens"])
+        self.model = trainable(model, settings).train()
+        self.weights = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(self.weights, lr=2e-5, betas=(0.9, 0.95))
+
+    def loss(self, ids: Tensor, autocast: bool = CUDA) -> Tensor:
+        """The next-token loss, with its backward done."""
+        law = law_of(self.base)
+        group = ids.shape[1] // 4 if self.peer.sparse else None
+        with ExitStack() as stack:
+            if law is not None and (group or needs_attention(law)):
+                stack.enter_context(training_attention(self.base, TrainingAttention(group=group)))
+            with torch.autocast("cuda", torch.bfloat16) if autocast else nullcontext():
+                loss: Tensor = self.model(input_ids=ids, labels=ids, use_cache=False).loss
+            loss.backward()
+        return loss.detach()
+
+    def step(self, ids: Tensor) -> None:
+        self.loss(ids)
+        torch.nn.utils.clip_grad_norm_(self.weights, 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def gradients(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss and gradients as they are at step 0."""
+        loss = self.loss(ids)
+        found = torch.cat([p.grad.flatten().double() for p in self.weights if p.grad is not None])
+        self.optimizer.zero_grad()
+        return loss.double(), found
+
+    def checkpointing(self, on: bool) -> None:
+        if on:
+            self.base.gradient_checkpointing_enable({"use_reentrant": False})
+        else:
+            self.base.gradient_checkpointing_disable()
+
+
+def check(stock: Any, peers: dict[str, Trained], ids: Tensor) -> None:
+    """Within its window 3d-rpe is stock RoPE, in loss and gradients, judged by a model in float32 or float64."""
+    law: Any = law_of(peers["3d-rpe"].base)
+    near = ids[:, : law.window + law.chunk]
+    precise = copy.deepcopy(stock).to(torch.float32 if CUDA else torch.float64)
+    exact = Trained(precise, Peer(), law.context)
+    truth = (exact.loss(near, autocast=False).double(), grads_of(exact))
+    theirs, ours = peers["stock"].gradients(near), peers["3d-rpe"].gradients(near)
+    for what, a, b, t in zip(("loss", "gradients"), ours, theirs, truth, strict=True):
+        error, theirs_error = (float((x - t).norm() / t.norm()) for x in (a, b))
+        most = 2 * (theirs_error + torch.finfo(torch.bfloat16 if CUDA else torch.float32).eps)
+        print(f"check {what} of step 0, {near.shape[1]} tokens: {error:.2e}, at most {most:.2e}", flush=True)
+        if not error <= most:
+            raise SystemExit(f"3d-rpe fails its check of the {what}: {error:.2e} > {most:.2e}")
+
+
+def grads_of(trained: Trained) -> Tensor:
+    found = torch.cat([p.grad.flatten().double() for p in trained.weights if p.grad is not None])
+    trained.optimizer.zero_grad()
+    return found
+
+
+def timed(trained: Trained, ids: Tensor) -> tuple[float, float]:
+    """Tokens per second of a step, and the peak of all memory in MiB (0 without a GPU)."""
+    if CUDA:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    start = time.perf_counter()
+    trained.step(ids)
+    if CUDA:
+        torch.cuda.synchronize()
+    rate = ids.shape[1] / (time.perf_counter() - start)
+    return rate, torch.cuda.max_memory_allocated() / 2**20 if CUDA else 0.0
+
+
+def measure(peers: dict[str, Trained], ids: Tensor, repeat: int) -> dict[str, list[float]]:
+    """Median rate and peak of every peer."""
+    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for n in range(-1, repeat):  # the first round warms up
+        for name, trained in peers.items():
+            reading = timed(trained, ids)
+            if n >= 0:
+                found[name].append(reading)
+    return {name: [statistics.median(column) for column in zip(*r, strict=True)] for name, r in found.items()}
+
+
+def rows_of(model: str, setting: str, tokens: int, found: dict[str, list[float]]) -> list[dict[str, Any]]:
+    """Each peer's ratio to stock RoPE."""
+    rate, peak = found["stock"]
+    rows = []
+    for name, (ours, most) in found.items():
+        if name == "stock":
+            continue
+        memory = round(most / peak, 3) if peak else None
+        goals = (SPEED, MEMORY) if name == "3d-rpe" else (None, None)
+        values = [model, setting, name, tokens, round(ours, 1), round(rate, 1), round(ours / rate, 3), goals[0]]
+        rows.append(dict(zip(NUMBERS, [*values, round(most), round(peak), memory, goals[1]], strict=True)))
+        verdict = ""
+        if name == "3d-rpe":
+            verdict = "reached" if ours / rate >= SPEED and (memory or 0) <= MEMORY else "MISSED"
+        print(
+            f"{setting:18} {name:12} {tokens:7} {ours:10.1f} tokens/s, stock {rate:10.1f}: {ours / rate:6.3f};"
+            f" {most:7.0f} MiB, stock {peak:7.0f}: {memory}  {verdict}",
+            flush=True,
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", required=True, help="`default`, or a folder")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the CSV")
+    parser.add_argument("--lengths", default="32768", help="tokens of a window")
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--peers", default=",".join(PEERS), help="some of the peers; stock and 3d-rpe always")
+    parser.add_argument("--settings", default=",".join(SETTINGS))
+    given = parser.parse_args()
+    lengths = [int(length) for length in given.lengths.split(",")]
+    torch.manual_seed(0)
+    stock: Any = load(given.model, with_tokenizer=False).model
+    stock.config._attn_implementation = "sdpa"
+    context = max(4 * int(stock.config.max_position_embeddings), *lengths, 0)
+    names = [
+        "stock",
+        "3d-rpe",
+        *(name for name in PEERS if name in given.peers.split(",") and name not in ("stock", "3d-rpe")),
+    ]
+    peers = {name: Trained(stock, PEERS[name], context) for name in names}
+    ids = torch.randint(3, stock.config.vocab_size, (1, max(lengths)), device=stock.device)
+    called = f"{type(stock).__name__}, {sum(p.numel() for p in stock.parameters()) / 1e6:.0f} M"
+    check(stock, peers, ids)
+    rows: list[dict[str, Any]] = []
+    for length in lengths:
+        for setting in given.settings.split(","):
+            for trained in peers.values():
+                trained.checkpointing(SETTINGS[setting])
+            try:
+                rows += rows_of(called, setting, length, measure(peers, ids[:, :length], given.repeat))
+            except torch.OutOfMemoryError as error:
+                print(f"{setting} at {length} failed: {str(error).strip().splitlines()[0]}", file=sys.stderr)
+    given.out.mkdir(parents=True, exist_ok=True)
+    origin = stamp(cuda=CUDA)
+    if given.model != "default":
+        origin["recipe"] = origin["recipe"].replace(given.model, "FOLDER")
+    with (given.out / f"train-{'cuda' if CUDA else 'cpu'}.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, (*COLUMNS, *NUMBERS))
+        writer.writeheader()
+        writer.writerows(origin | row for row in rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""`rpe3d merge`: an adapter and its base as one checkpoint that carries its law."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from rpe3d.cli.arguments import need
+from rpe3d.cli.compare import DTYPES
+from rpe3d.config import ConfigError
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("adapter", metavar="ADAPTER", type=Path, help="the adapter folder of a `rpe3d train` run")
+    add("--out", metavar="DIR", type=Path, required=True, help="a new folder for the checkpoint")
+    add("--base", metavar="MODEL", help="the model that it was trained on; default the one that it names")
+    add("--dtype", choices=DTYPES, default="bfloat16", help="of the merged weights; default bfloat16")
+    add("--trust-remote-code", action="store_true", help="run code that comes with the model")
+
+
+def run(arguments: Namespace) -> int:
+    need("models", "transformers")
+    need("train", "peft")
+    out: Path = arguments.out
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} is there already", "give --out a new folder")
+    import torch
+
+    from rpe3d.train import merge
+
+    dtype = getattr(torch, arguments.dtype)
+    merged = merge(arguments.adapter, arguments.base, dtype=dtype, trust_remote_code=arguments.trust_remote_code)
+    for note in merged.notes:
+        print(f"note: {note}", file=sys.stderr)
+    unfinished = out.with_name(f".{os.getpid()}-{out.name}")
+    try:
+        unfinished.mkdir(parents=True)
+        merged.model.save_pretrained(unfinished)
+        if merged.tokenizer is not None:
+            merged.tokenizer.save_pretrained(unfinished)
+        if out.exists():
+            out.rmdir()
+        unfinished.rename(out)
+    except OSError as error:
+        raise ConfigError(f"cannot write {out}: {error.strerror}", "give --out a place with room to write to") from None
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    print(f"wrote {out}: `import rpe3d`, then AutoModelForCausalLM.from_pretrained({str(out)!r})", file=sys.stderr)
+    return 0

@@ -1,0 +1,122 @@
+"""The attention of a training run, through transformers' registries: under a law, with skipped positions, shifted
+sparse, or with one sequence over several processes.
+
+Windows are padded on the right alone, where causal attention never looks: no mask is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rpe3d.attention import attention
+from rpe3d.config import ConfigError
+from rpe3d.models import registry
+from rpe3d.models.extend import text_config
+from rpe3d.models.probe import unknown
+from rpe3d.train.shifted import shifted
+from rpe3d.train.ulysses import SequenceParallel
+
+NAME = "rpe3d-training"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingAttention:
+    """An attention function of transformers. q and k arrive turned by the law's own frequencies."""
+
+    skipping: bool = False
+    """Positions skip ahead within a window, as PoSE has them."""
+    group: int | None = None
+    """Tokens in a group of shifted sparse attention."""
+    parallel: SequenceParallel | None = None
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        sliding_window: int | None = None,
+        position_ids: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        if sliding_window is not None and (self.group or self.parallel):
+            raise ConfigError("some layers of this model have a sliding window", "leave out s2 and sequence_parallel")
+        if strange := unknown(kwargs):
+            raise ConfigError(f"this attention is also given {strange}", "rpe3d cannot train this model")
+        if dropout or sliding_window is not None:  # refused there, or left to the model
+            return registry.attend(
+                module,
+                query,
+                key,
+                value,
+                attention_mask,
+                scaling=scaling,
+                dropout=dropout,
+                softcap=softcap,
+                s_aux=s_aux,
+                sliding_window=sliding_window,
+                **kwargs,
+            )
+        law = registry.module_law(module)
+        by_position = registry.needs_attention(law)  # else by the order of tokens alone
+        kind = query.device.type
+        if torch.is_autocast_enabled(kind):  # cos and sin, and so q and k, are float32 where the embeddings are
+            query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor | range, sinks: Tensor | None) -> Tensor:
+            with torch.autocast(kind, enabled=False):  # the merge of parts is in float32
+                out, _ = attention(
+                    q,
+                    k,
+                    v,
+                    law,
+                    query_positions=positions,
+                    key_positions=positions,
+                    scale=scaling,
+                    softcap=softcap,
+                    sinks=sinks,
+                    turned=True,
+                )
+            return out
+
+        positions = position_ids if self.skipping and by_position else None
+        if self.group is not None:
+            out = shifted(query, key, value, s_aux, self.group, attend, by_position=by_position)
+        elif self.parallel is not None:
+            out = self.parallel.attend(query, key, value, s_aux, positions, attend)
+        else:
+            there = range(query.shape[2]) if positions is None else positions.expand(query.shape[0], -1)
+            out = attend(query, key, value, there, s_aux)
+        return out.transpose(1, 2).contiguous(), None
+
+
+def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """None: causal. A layer with a window of its own keeps its mask."""
+    return None if kwargs.get("local_size") is None else registry.make_mask(*args, **kwargs)
+
+
+@contextmanager
+def training_attention(model: Any, chosen: TrainingAttention) -> Iterator[None]:
+    """The model with this attention, for the time of a `with`."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, chosen)
+    AttentionMaskInterface.register(NAME, _mask)
+    config = text_config(model)
+    before = config._attn_implementation
+    config._attn_implementation = NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation = before

@@ -1,0 +1,292 @@
+"""Documents by number: text files and folders of them, .jsonl and .json files, a Hugging Face dataset by its name, or
+`python-topics`.
+
+A text file comes in pieces, a .jsonl file by the places of its lines, a dataset lies on disk: none is in memory as a
+whole. A .json list is.
+"""
+
+from __future__ import annotations
+
+import bz2
+import codecs
+import gzip
+import json
+import lzma
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.util import find_spec
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from rpe3d.config import ConfigError
+
+OPENERS: dict[str, Any] = {".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}
+RECORDS = (".jsonl", ".json")
+TOPICS = "python-topics"
+PIECE = 2**20  # bytes of a text that are read, and tokenized, at once
+LONGEST = 2**30  # bytes of a line: it is read whole
+
+
+class Piece(NamedTuple):
+    """Part of a document: where it starts, its text, and whether it is the last."""
+
+    start: int
+    text: str
+    last: bool
+
+
+class Source(Protocol):
+    """Some documents, by number."""
+
+    def __len__(self) -> int: ...
+
+    def name(self, index: int) -> str:
+        """What an error or a log calls a document."""
+
+    def pieces(self, index: int, start: int, field: str) -> Iterator[Piece]:
+        """A document's text from `start` on, which is 0 or where a piece started."""
+
+    def record(self, index: int) -> dict[str, Any]:
+        """A document that has fields."""
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """One document: a UTF-8 file, plain or compressed."""
+
+    path: Path
+
+    def __len__(self) -> int:
+        return 1
+
+    def name(self, index: int) -> str:
+        return str(self.path)
+
+    def record(self, index: int) -> dict[str, Any]:
+        raise ConfigError(f"{self.path} is plain text, without questions and answers", "give a .jsonl file")
+
+    def pieces(self, index: int, start: int, field: str) -> Iterator[Piece]:
+        try:
+            with _opener(self.path)(self.path, "rb") as file:
+                file.seek(start)
+                block = file.read(PIECE + 1)
+                while block:  # where a piece ends depends on where it starts alone
+                    last = len(block) <= PIECE
+                    cut = len(block) if last else _cut(block[:PIECE])
+                    yield Piece(start, self._decoded(block[:cut], start), last)
+                    start += cut
+                    block = block[cut:]
+                    block += file.read(PIECE + 1 - len(block))
+        except (lzma.LZMAError, EOFError, gzip.BadGzipFile) as error:
+            raise ConfigError(
+                f"{self.path} is not a whole {self.path.suffix} file ({error})", "copy it again"
+            ) from None
+        except OSError as error:
+            raise ConfigError(f"cannot read {self.path}: {error.strerror or error}", "give a text file") from None
+
+    def _decoded(self, block: bytes, start: int) -> str:
+        try:
+            return (block.removeprefix(codecs.BOM_UTF8) if start == 0 else block).decode()
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                f"{self.path} is not UTF-8 text (byte {start + error.start} is {block[error.start]:#04x})",
+                "convert it, or leave it out of the folder",
+            ) from None
+
+
+def _cut(block: bytes) -> int:
+    """Where a block is best cut: after its last line, else its last space, else between two characters."""
+    at = block.rfind(b"\n") + 1 or block.rfind(b" ") + 1
+    if at:
+        return at
+    at = len(block)
+    while at > 1 and block[at - 1] & 0xC0 == 0x80:
+        at -= 1
+    return max(at - 1, 1)
+
+
+class Records:
+    """Documents with fields, whose text is one of them."""
+
+    def name(self, index: int) -> str:
+        raise NotImplementedError
+
+    def record(self, index: int) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def pieces(self, index: int, start: int, field: str) -> Iterator[Piece]:
+        text = self.record(index).get(field)
+        if not isinstance(text, str):
+            raise ConfigError(f"{self.name(index)} has no text in {field!r}", "name its field with --text-field")
+        while start < len(text):
+            stop = min(start + PIECE, len(text))
+            if stop < len(text):
+                stop = max(text.rfind("\n", start, stop), text.rfind(" ", start, stop)) + 1 or stop
+            yield Piece(start, text[start:stop], stop == len(text))
+            start = stop
+
+
+@dataclass(frozen=True)
+class Lines(Records):
+    """A .jsonl file: one document a line, empty lines aside."""
+
+    path: Path
+
+    @cached_property
+    def _places(self) -> tuple[array[int], array[int]]:
+        """Where each line that is not empty starts, and its number."""
+        starts, numbers, at = array("q"), array("q"), 0
+        with _opener(self.path)(self.path, "rb") as file:
+            number = 0
+            while line := file.readline(LONGEST):
+                number += 1
+                if len(line) == LONGEST:
+                    raise ConfigError(
+                        f"line {number} of {self.path} is longer than {LONGEST >> 20} MiB", "give it as a text file"
+                    )
+                if line.strip():
+                    starts.append(at)
+                    numbers.append(number)
+                at += len(line)
+        return starts, numbers
+
+    def __len__(self) -> int:
+        return len(self._places[0])
+
+    def name(self, index: int) -> str:
+        return f"line {self._places[1][index]} of {self.path}"
+
+    def record(self, index: int) -> dict[str, Any]:
+        with _opener(self.path)(self.path, "rb") as file:
+            file.seek(self._places[0][index])
+            return _record(self.name(index), file.readline())
+
+
+@dataclass(frozen=True)
+class Rows(Records):
+    """Records that are there already: a .json array, or a Hugging Face dataset, which lies on disk."""
+
+    rows: Any
+    label: str
+    """What its records are called, with {} for the number."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def name(self, index: int) -> str:
+        return self.label.format(index + 1)
+
+    def record(self, index: int) -> dict[str, Any]:
+        return _object(self.name(index), self.rows[index])
+
+
+def _record(name: str, line: bytes) -> dict[str, Any]:
+    try:
+        content = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{name} is not JSON ({error})", "mend or remove that line") from None
+    return _object(name, content)
+
+
+def _object(name: str, content: Any) -> dict[str, Any]:
+    if not isinstance(content, dict):
+        raise ConfigError(f"{name} is not an object with fields", 'write it as {"text": "..."}')
+    return content
+
+
+def _opener(path: Path) -> Any:
+    return OPENERS.get(path.suffix.lower(), open)
+
+
+class Corpus:
+    """All documents of several sources, numbered through."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self.sources = list(sources)
+        self.ends = list(accumulate(len(source) for source in self.sources))
+
+    def __len__(self) -> int:
+        return self.ends[-1] if self.ends else 0
+
+    def __getitem__(self, number: int) -> tuple[Source, int]:
+        """The source that has a document, and its number there."""
+        at = bisect_right(self.ends, number)
+        return self.sources[at], number - (self.ends[at - 1] if at else 0)
+
+
+def open_corpus(names: Sequence[str], split: str = "train") -> Corpus:
+    """The documents behind files, folders and dataset names, in a fixed order."""
+    corpus = Corpus([source for name in names for source in _sources(name, split)])
+    if not len(corpus):
+        raise ConfigError(f"there are no documents in {', '.join(names)}", "give files that have some")
+    return corpus
+
+
+def _sources(name: str, split: str) -> Iterator[Source]:
+    path = Path(name).expanduser()
+    if name == TOPICS:
+        yield _topics()
+        return
+    if path.is_dir():
+        files = sorted(f for f in path.rglob("*") if f.is_file() and not f.name.startswith("."))
+        if not files:
+            raise ConfigError(f"the folder {path} is empty", "give a folder of text files, or of .jsonl files")
+        for file in files:
+            yield _file(file)
+    elif path.is_file():
+        yield _file(path)
+    else:
+        yield _dataset(name, split)
+
+
+def _topics() -> Source:
+    """Python's language reference, which is on every machine: by topic, as texts and as questions with answers."""
+    from pydoc_data.topics import topics
+
+    asked = "What does the Python language reference say about {}?"
+    rows = [{"text": text, "instruction": asked.format(name), "output": text} for name, text in sorted(topics.items())]
+    return Rows(rows=rows, label=f"topic {{}} of {TOPICS}")
+
+
+def _file(path: Path) -> Source:
+    suffixes = [s.lower() for s in path.suffixes if s.lower() not in OPENERS]
+    if path.stat().st_size == 0:
+        raise ConfigError(f"{path} is empty", "leave it out")
+    if not suffixes or suffixes[-1] not in RECORDS:
+        return TextFile(path)
+    try:
+        if suffixes[-1] == ".jsonl":
+            lines = Lines(path)
+            len(lines)  # reads it once: what is damaged is said before anything is trained
+            return lines
+        with _opener(path)(path, "rb") as file:
+            rows = json.load(file)
+    except (OSError, EOFError, lzma.LZMAError) as error:
+        raise ConfigError(f"cannot read {path} ({error})", "copy it again") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON ({error})", "for one record a line, call it .jsonl") from None
+    if not isinstance(rows, list):
+        raise ConfigError(f"{path} is not a list of records", "give a list, or one record a line as .jsonl")
+    return Rows(label=f"record {{}} of {path}", rows=rows)
+
+
+def _dataset(name: str, split: str) -> Source:
+    if name.startswith((".", "/", "~")) or find_spec("datasets") is None:
+        hint = "give files or folders; for a dataset of the hub: pip install datasets"
+        raise ConfigError(f"there is no file or folder {name}", hint)
+    from datasets import Dataset, load_dataset
+
+    try:
+        rows = load_dataset(name, split=split)
+    except Exception as error:  # the hub, the network and every builder raise what they like
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(
+            f"there is no file or folder {name}, and no dataset of that name came ({line})", "look at its spelling"
+        ) from error
+    if not isinstance(rows, Dataset):
+        raise ConfigError(f"split {split!r} of {name} is not one table", "give --split train, or train[:20000]")
+    return Rows(label=f"row {{}} of {name}", rows=rows)

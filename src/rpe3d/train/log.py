@@ -1,0 +1,63 @@
+"""What a run shows: progress, a CSV that is whole after every step, and a plot of the loss."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from rpe3d.train.folder import write
+
+Progress = Callable[[str, float, float], None]
+"""What is done, how much of it, of how much."""
+COLUMNS = ("step", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second")
+
+
+class Watch(TrainerCallback):  # type: ignore[misc]
+    """Progress and the CSV, from the first process."""
+
+    def __init__(self, out: Path, progress: Progress) -> None:
+        self.out = out
+        self.progress = progress
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        rows = rows_of(state.log_history)
+        if not state.is_world_process_zero or not rows:
+            return
+        last = rows[-1]
+        what = (
+            f"step {last['step']}/{state.max_steps}, loss {last['loss']:.4f}, {last['tokens_per_second']:.0f} tokens/s"
+        )
+        self.progress(what, state.global_step, state.max_steps)
+        text = io.StringIO()
+        writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        write(self.out / "log.csv", text.getvalue())
+
+
+def rows_of(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The steps among what a Trainer has logged."""
+    return [{name: entry[name] for name in COLUMNS} for entry in history if "tokens_per_second" in entry]
+
+
+def draw_loss(rows: list[dict[str, Any]], title: str, path: Path) -> Path:
+    """The loss by step, and its mean over a twentieth of the run."""
+    from matplotlib.figure import Figure
+
+    steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
+    width = max(1, len(rows) // 20)
+    means = [sum(part) / len(part) for i in range(len(losses)) if (part := losses[max(0, i - width + 1) : i + 1])]
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(steps, losses, color="#BBBBBB", linewidth=1, label="a step")
+    axes.plot(steps, means, color="#D55E00", linewidth=2, label=f"mean of {width}")
+    axes.set(title=title, xlabel="step", ylabel="loss per token")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+    return path

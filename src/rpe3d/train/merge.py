@@ -1,0 +1,59 @@
+"""An adapter and its base as one model, whose config carries the law."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rpe3d.config import ConfigError
+from rpe3d.geometry import Law, make_law
+from rpe3d.models import extend, law_of, load_adapter
+from rpe3d.models.adapters import FILE
+from rpe3d.models.extend import check_savable, text_config
+from rpe3d.models.load import Loaded, load
+
+
+def adapter_law(folder: Path) -> Law:
+    """The law that an adapter was trained under."""
+    path = folder / FILE
+    try:
+        return make_law(**json.loads(path.read_text(encoding="utf-8"))["law"])
+    except FileNotFoundError:
+        raise ConfigError(f"{folder} has no {FILE}, so it was not trained under a law", "merge it with PEFT") from None
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path} is damaged ({error})", "copy the adapter again") from None
+
+
+def adapter_base(folder: Path) -> str:
+    """The name of the model that an adapter was trained on."""
+    path = folder / "adapter_config.json"
+    try:
+        return str(json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"])
+    except FileNotFoundError:
+        raise ConfigError(f"{folder} holds no adapter", "give the adapter folder of a `rpe3d train` run") from None
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path} is damaged ({error})", "copy the adapter again") from None
+
+
+def merge(folder: Path, base: str | None = None, *, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Loaded:
+    """The merged model, under the adapter's law. Sums are made in float32 and rounded to `dtype` once."""
+    law = adapter_law(folder)
+    name = base or adapter_base(folder)
+    loaded = load(name, dtype=torch.float32, device="cpu", **options)
+    found = law_of(loaded.model)
+    positions = text_config(loaded.model).max_position_embeddings if found is None else found.pretrained
+    if positions != law.pretrained:
+        raise ConfigError(
+            f"the adapter was trained on a model of {law.pretrained} positions, and {name} has {positions}",
+            "give --base the model that it was trained on",
+        )
+    own = {name: value for name, value in law.to_dict().items() if name in law.parameters()}
+    extend(loaded.model, law.name, context=law.context, **own)
+    check_savable(loaded.model)
+    merged = load_adapter(loaded.model, folder).merge_and_unload()
+    if loaded.tokenizer is not None:
+        loaded.tokenizer.model_max_length = law.context
+    return Loaded(model=merged.to(dtype), tokenizer=loaded.tokenizer, source=loaded.source, notes=loaded.notes)

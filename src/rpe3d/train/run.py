@@ -1,0 +1,211 @@
+"""A training run from settings to a folder: it goes on where it stopped, and ends with an adapter or a model."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rpe3d.config import ConfigError, choice
+from rpe3d.models import extend, law_of
+from rpe3d.models.extend import check_savable
+from rpe3d.models.load import Loaded, load
+from rpe3d.models.registry import needs_attention
+from rpe3d.train import folder
+from rpe3d.train.attention import TrainingAttention, training_attention
+from rpe3d.train.batches import Steps
+from rpe3d.train.chat import Chats
+from rpe3d.train.corpus import Corpus, open_corpus
+from rpe3d.train.log import Progress, Watch, draw_loss, rows_of
+from rpe3d.train.lora import base_name, save_trained, trainable
+from rpe3d.train.samples import Place, Sample
+from rpe3d.train.settings import FREE, Settings
+from rpe3d.train.trainer import LawTrainer, training_arguments
+from rpe3d.train.ulysses import sequence_parallel
+from rpe3d.train.windows import Windows
+
+
+def silent(what: str, done: float, total: float) -> None:
+    """Progress that nobody watches."""
+
+
+def train(
+    settings: Settings,
+    out: Path,
+    *,
+    device: str | None = None,
+    trust_remote_code: bool = False,
+    progress: Progress = silent,
+    note: Any = lambda text: None,
+) -> Path:
+    """Train as `settings` say, in the folder `out`; returns the folder of the result.
+
+    The same call goes on where an earlier one stopped. `note` is called with what a user should be told.
+    """
+    kind = choice("device", device or ("cuda" if torch.cuda.is_available() else "cpu"), ("cpu", "cuda"))
+    corpus = open_corpus(settings.data, settings.split)
+    state = _processes(kind)
+    first = state is None or state.process_index == 0
+    result = out / ("model" if settings.method == "full" else "adapter")
+    with folder.locked(out) if first else nullcontext():
+        if first:
+            folder.check_run(out, _asked(settings, corpus))
+        if state is not None:
+            state.wait_for_everyone()
+        if result.exists():
+            note(f"{result} is finished already")
+            return result
+        bf16 = settings.precision == "bf16" or (settings.precision is None and kind != "cpu")
+        loaded = load(
+            settings.model,
+            dtype=torch.bfloat16 if bf16 and settings.method != "full" else torch.float32,
+            device=_place(state, kind),
+            trust_remote_code=trust_remote_code,
+        )
+        for text in loaded.notes:
+            note(text)
+        trainer = _prepared(settings, out, corpus, loaded, kind, bf16, progress)
+        if first:
+            folder.sweep(out)
+            folder.write_json(out / folder.ASKED, _asked(settings, corpus))
+        last = folder.last_checkpoint(out)
+        if last is not None:
+            note(f"goes on from {last.name}")
+        with _quiet(), _attention(trainer, loaded.model, settings):
+            trainer.train(resume_from_checkpoint=None if last is None else str(last))
+        _finish(trainer, loaded, settings, out, result, note)
+    return result
+
+
+def _processes(kind: str) -> Any:
+    """This process among those that `accelerate launch` or torchrun started; None for one alone."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return None
+    from accelerate import PartialState
+
+    return PartialState(cpu=kind == "cpu")
+
+
+def _place(state: Any, kind: str) -> Any:
+    """Where the weights are loaded to: what FSDP will divide must not be whole on one GPU first."""
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+        return "cpu"
+    return kind if state is None or kind == "cpu" else state.device
+
+
+def _asked(settings: Settings, corpus: Corpus) -> dict[str, Any]:
+    """What makes a run this one and not another."""
+    asked = {name: value for name, value in settings.to_dict().items() if name not in FREE}
+    data = {"data": [base_name(name) for name in settings.data], "documents": len(corpus)}
+    return {**asked, "model": base_name(settings.model), **data}
+
+
+def _prepared(
+    settings: Settings, out: Path, corpus: Corpus, loaded: Loaded, device: str, bf16: bool, progress: Progress
+) -> LawTrainer:
+    """The model under its law with what is trained of it, and its data, at the last checkpoint's place."""
+    from transformers import set_seed
+
+    model: Any = loaded.model
+    law = law_of(extend(model, settings.law, context=settings.context, **settings.parameters))
+    assert law is not None
+    if settings.pretrained not in (None, law.pretrained):
+        raise ConfigError(
+            f"the law was made for a model of {settings.pretrained} positions, and this one has {law.pretrained}",
+            "`rpe3d tune MODEL --context N` makes one for it",
+        )
+    if settings.method == "full":
+        check_savable(model)
+    model.config.use_cache = False
+    set_seed(settings.seed)
+    model = trainable(model, settings)
+    index, count = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if _started() else (0, 1)
+    last = folder.last_checkpoint(out)
+    place: Place = {} if last is None else json.loads((last / folder.PLACE).read_text(encoding="utf-8"))
+    steps = Steps(
+        samples=_samples(settings, corpus, loaded.tokenizer, place),
+        settings=settings,
+        done=0 if last is None else int(last.name.partition("-")[2]),
+        process=index,
+        processes=count,
+        parallel=sequence_parallel(settings.sequence_parallel),
+    )
+    arguments = training_arguments(settings, out, steps, device, bf16)
+    return LawTrainer(model, arguments, steps, [Watch(out, progress)])
+
+
+def _started() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _samples(settings: Settings, corpus: Corpus, tokenizer: Any, place: Place) -> Iterable[Sample]:
+    if settings.kind == "sft":
+        return Chats(corpus, tokenizer, length=settings.window, seed=settings.seed, place=place)
+    return Windows(
+        corpus,
+        tokenizer,
+        length=settings.window,
+        mix=settings.mix,
+        pack=settings.pack,
+        seed=settings.seed,
+        field=settings.text_field,
+        place=place,
+    )
+
+
+@contextmanager
+def _attention(trainer: LawTrainer, model: Any, settings: Settings) -> Iterator[None]:
+    """Ours where the law, shifted sparse attention or shared sequences need it; else the model's own."""
+    law = law_of(model)
+    assert law is not None
+    parallel = trainer.steps.parallel
+    group = settings.window // 4 if settings.attention == "s2" else None
+    with ExitStack() as stack:
+        if needs_attention(law) or group or parallel:
+            chosen = TrainingAttention(skipping=bool(settings.pose), group=group, parallel=parallel)
+            stack.enter_context(training_attention(model, chosen))
+        yield
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what the Trainer says for developers."""
+    logger = logging.getLogger("transformers.trainer")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def _finish(trainer: LawTrainer, loaded: Loaded, settings: Settings, out: Path, result: Path, note: Any) -> None:
+    """A plot, and then the result under its name: once that is there, the run is over."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    sharded = trainer.accelerator.get_state_dict(trainer.model) if trainer.is_fsdp_enabled else None
+    if trainer.args.process_index == 0:
+        draw_loss(rows_of(trainer.state.log_history), f"{settings.model} under {settings.law}", out / "loss.png")
+        made = out / f"{folder.UNFINISHED}-{result.name}"
+        try:
+            with folder.writing(str(result)):
+                made.mkdir()
+                model.config.use_cache = True
+                save_trained(model, made, sharded)
+                if loaded.tokenizer is not None:
+                    loaded.tokenizer.model_max_length = settings.context
+                    loaded.tokenizer.save_pretrained(made)
+                folder.settle(made, result)
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+        folder.forget_old(out, kept=1)
+        if left_out := getattr(trainer.steps.samples, "left_out", 0):
+            note(f"{left_out} conversations are longer than {settings.window} tokens and were left out")
+    if trainer.args.world_size > 1:
+        torch.distributed.barrier()

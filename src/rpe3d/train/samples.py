@@ -1,0 +1,53 @@
+"""What one forward learns from: tokens, the labels among them, and where the data goes on afterwards."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rpe3d.config import ConfigError
+
+IGNORED = -100
+"""The label of a token that is not learned."""
+
+Place = dict[str, Any]
+"""Where to go on in the data; it lies in a checkpoint as JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A window of text, or a conversation."""
+
+    ids: Sequence[int]
+    labels: Sequence[int]
+    name: str
+    """Where it came from."""
+    after: Place = field(repr=False)
+    """The place of the sample that follows."""
+
+
+def shuffled(count: int, seed: int, epoch: int) -> list[int]:
+    """The order of the documents in an epoch."""
+    order = list(range(count))
+    random.Random(f"{seed}:{epoch}").shuffle(order)
+    return order
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """The tokens of `text` alone. Not verbose: a tokenizer would warn of what is longer than the pretrained length."""
+    return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+
+
+def opening(tokenizer: Any) -> list[int]:
+    """What the tokenizer puts in front of a text by default: its BOS token, or nothing."""
+    first = tokenizer("a").input_ids[0]
+    return [first] if first == tokenizer.bos_token_id else []
+
+
+def ending(tokenizer: Any) -> list[int]:
+    """What stands between joined documents: the end-of-text token."""
+    if tokenizer.eos_token_id is None:
+        raise ConfigError("the tokenizer has no end-of-text token to join documents with", "train without --pack")
+    return [tokenizer.eos_token_id]

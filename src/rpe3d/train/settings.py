@@ -1,0 +1,155 @@
+"""What a training run does, as one checked value. The defaults are the paper's ("Training Setting")."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from rpe3d.config import ConfigError, choice, flag, freeze, known_keys, real, whole
+from rpe3d.geometry import LAWS
+
+KINDS = {"lm": 1000, "sft": 3000}
+"""What can be trained, and the paper's number of steps for it."""
+METHODS = ("lora", "lora-plus", "full")
+SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine"}
+ATTENTIONS = ("full", "s2")
+PRECISIONS = ("bf16", "fp32")
+FREE = ("micro_batch", "sequence_parallel", "gradient_checkpointing", "save_every", "tensorboard")
+"""What may change when a run goes on: it changes speed and memory, and the result by rounding at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """A recipe: which model, law, data and how. Lengths are in tokens."""
+
+    kind: str
+    model: str
+    context: int
+    data: Sequence[str]
+    """Text files, folders of them, .jsonl or .json files, or a Hugging Face dataset by its name."""
+    law: str = "3d-rpe"
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    """The law's own, where they are not its defaults."""
+    pretrained: int | None = None
+    """The pretrained length that these were made for, where that is known."""
+    split: str = "train"
+    text_field: str = "text"
+    pack: bool = False
+    """Join documents, with an end-of-text token between, instead of dropping what does not fill a window."""
+    mix: int = 16
+    """Documents that are read in turn."""
+    length: int | None = None
+    """Tokens in a window, or at most in a sample; default the context."""
+    steps: int | None = None
+    batch: int = 8
+    """Windows in a step, over all processes."""
+    micro_batch: int = 1
+    """Windows in one forward."""
+    method: str = "lora"
+    rank: int = 8
+    alpha: int = 16
+    learning_rate: float = 2e-5
+    beta1: float = 0.9
+    beta2: float = 0.95
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    """The largest norm of a gradient."""
+    schedule: str = "constant"
+    """What follows the linear warm-up."""
+    warmup: int = 20
+    attention: str = "full"
+    """`s2`: LongLoRA's shifted sparse attention, while training."""
+    pose: int = 0
+    """PoSE: positions skip ahead between this many parts of a window; 0: they do not skip."""
+    sequence_parallel: int = 1
+    """Processes that share one sequence."""
+    precision: str | None = None
+    """Default bf16 on a GPU, fp32 on a CPU."""
+    gradient_checkpointing: bool = True
+    seed: int = 0
+    save_every: int = 100
+    tensorboard: bool = False
+
+    def __post_init__(self) -> None:
+        kind = choice("kind", self.kind, KINDS)
+        known_keys(f"law {self.law!r}", self.parameters, LAWS[choice("law", self.law, LAWS)].parameters())
+        context = whole("context", self.context)
+        length = context if self.length is None else whole("length", self.length, least=2)
+        freeze(
+            self,
+            context=context,
+            length=length,
+            data=tuple(str(name) for name in self.data),
+            parameters=dict(self.parameters),
+            pack=flag("pack", self.pack),
+            pretrained=None if self.pretrained is None else whole("pretrained", self.pretrained),
+            steps=KINDS[kind] if self.steps is None else whole("steps", self.steps),
+            **{name: whole(name, getattr(self, name)) for name in ("mix", "batch", "micro_batch", "rank", "alpha")},
+            **{name: whole(name, getattr(self, name)) for name in ("sequence_parallel", "save_every")},
+            **{name: whole(name, getattr(self, name), least=0) for name in ("warmup", "seed", "pose")},
+            **{name: real(name, getattr(self, name), above=True) for name in ("learning_rate", "clip")},
+            **{name: real(name, getattr(self, name)) for name in ("beta1", "beta2", "weight_decay")},
+            method=choice("method", self.method, METHODS),
+            schedule=choice("schedule", self.schedule, SCHEDULES),
+            attention=choice("attention", self.attention, ATTENTIONS),
+            precision=None if self.precision is None else choice("precision", self.precision, PRECISIONS),
+            gradient_checkpointing=flag("gradient_checkpointing", self.gradient_checkpointing),
+            tensorboard=flag("tensorboard", self.tensorboard),
+        )
+        self._check_together(length)
+
+    def _check_together(self, length: int) -> None:
+        if not self.data:
+            raise ConfigError("no data is given", "give --data files, folders or the name of a dataset")
+        if length > self.context:
+            raise ConfigError(f"length is {length}, above the context {self.context}", "lower length, or raise context")
+        if self.kind == "lm" and length % self.sequence_parallel:
+            raise ConfigError(
+                f"windows of {length} tokens cannot be shared by {self.sequence_parallel} processes",
+                "change length or sequence_parallel",
+            )
+        if self.pose == 1 or self.pose > length:
+            raise ConfigError(f"pose is {self.pose}", "give 2, the number of parts in PoSE's paper, or more")
+        if self.pose and self.kind == "sft":
+            raise ConfigError("pose skips positions inside answers, too", "use it with `lm`")
+        if self.pose and length == self.context:
+            raise ConfigError("pose has no positions to skip to", "give a length below the context")
+        if self.attention == "s2" and length < 8:
+            raise ConfigError(f"length is {length}, too short for the four groups of s2", "raise length")
+        if self.attention == "s2" and (self.pose or self.sequence_parallel > 1):
+            raise ConfigError("s2 goes with neither pose nor sequence_parallel", "leave one of them out")
+
+    @property
+    def window(self) -> int:
+        """Tokens in a window."""
+        assert self.length is not None
+        return self.length
+
+    @property
+    def total_steps(self) -> int:
+        assert self.steps is not None
+        return self.steps
+
+    def to_dict(self) -> dict[str, Any]:
+        """As a recipe has it."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {**values, "data": list(self.data)}
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """The keywords of `Settings` that a recipe gives. `about`, its title, is not one of them."""
+    hint = "give a JSON file such as those in recipes/"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the recipe {path}: {error.strerror}", hint) from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON ({error})", hint) from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} is not a recipe", hint)
+    content.pop("about", None)
+    known_keys(f"the recipe {path.name}", content, [f.name for f in fields(Settings)])
+    return content

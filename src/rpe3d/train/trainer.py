@@ -1,0 +1,121 @@
+"""transformers' Trainer on our batches: a loss that is no number stops it, its checkpoints are whole or absent."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_callback import PrinterCallback
+
+from rpe3d.config import ConfigError
+from rpe3d.train import folder
+from rpe3d.train.batches import NAMES, Steps
+from rpe3d.train.lora import save_trained
+from rpe3d.train.settings import SCHEDULES, Settings
+
+
+def training_arguments(settings: Settings, out: Path, steps: Steps, device: str, bf16: bool) -> TrainingArguments:
+    """The settings as the Trainer calls them."""
+    made: TrainingArguments = TrainingArguments(
+        output_dir=str(out),
+        max_steps=settings.total_steps,
+        per_device_train_batch_size=settings.micro_batch,
+        gradient_accumulation_steps=steps.accumulation,
+        learning_rate=settings.learning_rate,
+        adam_beta1=settings.beta1,
+        adam_beta2=settings.beta2,
+        weight_decay=settings.weight_decay,
+        max_grad_norm=settings.clip,
+        lr_scheduler_type=SCHEDULES[settings.schedule],
+        warmup_steps=settings.warmup,
+        bf16=bf16,
+        gradient_checkpointing=settings.gradient_checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": False} if settings.gradient_checkpointing else None,
+        logging_steps=1,
+        logging_nan_inf_filter=False,
+        save_strategy="steps",
+        save_steps=settings.save_every,
+        ignore_data_skip=True,  # the data goes on from a place, not by reading it all again
+        remove_unused_columns=False,
+        average_tokens_across_devices=True,
+        ddp_find_unused_parameters=False,
+        ddp_backend="gloo" if device == "cpu" and steps.processes > 1 else None,
+        use_cpu=device == "cpu",
+        dataloader_pin_memory=False,
+        report_to=["tensorboard"] if settings.tensorboard else [],
+        disable_tqdm=True,
+        seed=settings.seed,
+    )
+    made._n_gpu = min(made.n_gpu, 1)  # several GPUs are several processes, not threads of one
+    return made
+
+
+class LawTrainer(Trainer):  # type: ignore[misc]
+    """A Trainer whose data are `Steps`, on any number of processes."""
+
+    def __init__(self, model: Any, arguments: TrainingArguments, steps: Steps, callbacks: list[Any]) -> None:
+        super().__init__(model=model, args=arguments, train_dataset=steps, callbacks=callbacks)
+        self.remove_callback(PrinterCallback)
+        self.steps = steps
+        self.writing_to: str | None = None
+        self.tokens = 0
+        self.since = time.perf_counter()
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """The batches of this process as they are: they are shared out already."""
+        return DataLoader(self.steps, batch_size=None)
+
+    def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
+        """A forward and a backward; a loss that is no number names its batch and ends the run before it does harm."""
+        names = inputs.pop(NAMES)
+        self.tokens += inputs["input_ids"].numel() * self.steps.processes
+        loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
+        if not torch.isfinite(loss):
+            raise ConfigError(
+                f"the loss is {loss.item()} at step {self.state.global_step + 1}, on {', '.join(names)}",
+                "look at that text, or lower the learning rate; the same command goes on from the last checkpoint",
+            )
+        return loss
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """With the tokens of the step and their rate."""
+        if "loss" in logs:
+            now = time.perf_counter()
+            logs = {**logs, "tokens": self.tokens, "tokens_per_second": round(self.tokens / (now - self.since), 1)}
+            self.tokens, self.since = 0, now
+        super().log(logs, start_time)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return self.writing_to or str(super()._get_output_dir(trial))
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        target = Path(output_dir or self.args.output_dir)
+        target.mkdir(parents=True, exist_ok=True)
+        save_trained(self.accelerator.unwrap_model(self.model), target, state_dict)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Written under another name, then renamed: whoever comes after a kill finds whole ones only."""
+        out, step = Path(self.args.output_dir), self.state.global_step
+        made = out / folder.UNFINISHED / f"checkpoint-{step}"
+        self.writing_to = str(made.parent)
+        try:
+            with folder.writing(f"the checkpoint of step {step}"):
+                super()._save_checkpoint(model, trial)
+                if self.args.process_index == 0:
+                    (made / folder.PLACE).write_text(json.dumps(self.steps.places[step]), encoding="utf-8")
+                if self.args.world_size > 1:
+                    dist.barrier()
+                if self.args.process_index == 0:
+                    folder.settle(made, out / made.name)
+                    folder.forget_old(out)
+        finally:
+            self.writing_to = None
+            if self.args.process_index == 0:
+                folder.sweep(out)

@@ -1,0 +1,74 @@
+"""`rpe3d merge`: an adapter becomes a checkpoint that carries its law; nothing is overwritten."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from refusal import refusal
+
+import rpe3d
+import tiny_lm
+from rpe3d.cli import main
+from rpe3d.models.load import load
+from rpe3d.train import Settings, train
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory):
+    place = tmp_path_factory.mktemp("merge")
+    (place / "text.txt").write_text("sun moon star " * 100)
+    tiny_lm.save(place / "model")
+    asked = {"kind": "lm", "model": str(place / "model"), "data": [str(place / "text.txt")], "context": 512}
+    quick = {"length": 64, "steps": 2, "batch": 1, "learning_rate": 1e-2, "warmup": 0}
+    return train(Settings(**asked, **quick), place / "run", device="cpu")
+
+
+def test_the_merged_checkpoint_carries_the_law_and_the_change(adapter, tmp_path, capsys):
+    out = tmp_path / "merged"
+    assert main(["merge", str(adapter), "--out", str(out), "--dtype", "float32"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.splitlines()[-1].startswith(f"wrote {out}: `import rpe3d`")
+    merged, base = (load(str(path), device="cpu") for path in (out, adapter.parents[1] / "model"))
+    law = rpe3d.law_of(merged.model)
+    assert (law.name, law.context) == ("3d-rpe", 512)
+    assert merged.tokenizer.model_max_length == 512
+    changed = {
+        name.split(".")[-2]
+        for (name, a), b in zip(merged.model.named_parameters(), base.model.parameters(), strict=True)
+        if not torch.equal(a, b)
+    }
+    assert changed == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    before = {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
+    assert refusal(capsys, "merge", adapter, "--out", out)[:2] == (1, f"{out} is there already")
+    assert {path.name: path.stat().st_mtime_ns for path in out.iterdir()} == before
+
+
+def test_the_weights_are_rounded_once_by_default(adapter, tmp_path):
+    assert main(["merge", str(adapter), "--out", str(tmp_path / "m")]) == 0
+    rounded = load(str(tmp_path / "m"), device="cpu", dtype=torch.float32).model
+    weight = rounded.model.layers[0].self_attn.q_proj.weight
+    assert torch.equal(weight, weight.to(torch.bfloat16).float())
+
+
+def test_what_is_no_adapter_is_refused(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    code, problem, _ = refusal(capsys, "merge", tmp_path / "empty", "--out", tmp_path / "m")
+    assert (code, problem) == (1, f"{tmp_path / 'empty'} has no rpe3d.json, so it was not trained under a law")
+    assert not (tmp_path / "m").exists()
+
+
+def test_a_base_of_another_length_is_refused(adapter, tmp_path, capsys):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import tiny_lm
+
+    other = LlamaForCausalLM(LlamaConfig(vocab_size=257, **tiny_lm.SIZES | {"max_position_embeddings": 128}))
+    other.save_pretrained(tmp_path / "other")
+    tiny_lm.tokenizer().save_pretrained(tmp_path / "other")
+    code, problem, _ = refusal(capsys, "merge", adapter, "--base", tmp_path / "other", "--out", tmp_path / "m")
+    assert code == 1
+    assert problem == f"the adapter was trained on a model of 256 positions, and {tmp_path / 'other'} has 128"
+    assert not (tmp_path / "m").exists()

@@ -1,0 +1,155 @@
+"""Training runs in processes of their own, forked from one that has imported everything.
+
+A job: {"settings", "out", "processes": 1, "kill": null, ["forward", n], or ["rename", n]}: kill -9 at the n-th forward,
+or when the n-th checkpoint is written but has not its name yet. Or {"check": "ulysses" or "sharded", "processes": 2}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import torch
+
+from rpe3d.config import ConfigError
+from rpe3d.train import Settings, folder, train
+from rpe3d.train.attention import TrainingAttention, training_attention
+from rpe3d.train.trainer import LawTrainer
+from rpe3d.train.ulysses import sequence_parallel
+
+
+def killed_at(owner, name, count):
+    function, calls = getattr(owner, name), []
+
+    def counted(*args, **kwargs):
+        calls.append(name)
+        if len(calls) == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*args, **kwargs)
+
+    setattr(owner, name, counted)
+
+
+def work(job, rank, port):
+    torch.set_num_threads(1)
+    count = job.get("processes", 1)
+    if count > 1:
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if "check" in job:
+        torch.distributed.init_process_group("gloo")
+        {"ulysses": ulysses, "sharded": sharded}[job["check"]]()
+        return 0
+    if kill := job.get("kill"):
+        killed_at(*{"forward": (LawTrainer, "training_step"), "rename": (folder, "settle")}[kill[0]], kill[1])
+    try:
+        train(Settings(**job["settings"]), Path(job["out"]), device="cpu")
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 1
+    finally:
+        sys.stderr.flush()
+    return 0
+
+
+def small_model():
+    """Four heads over one key head, under a law."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import rpe3d
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=97, initializer_range=0.3, **sizes, **heads)).train()
+    return rpe3d.extend(model, context=256, chunk=8, window=16, reach=32)
+
+
+def learned(model, ids, labels, **given):
+    """The summed loss of a forward, with its backward done."""
+    loss = model(input_ids=ids, labels=labels, shift_labels=labels, num_items_in_batch=1, **given).loss
+    loss.backward()
+    return loss.detach()
+
+
+def close(a, b, what):
+    error = float((a - b).norm() / b.norm())
+    assert error < 1e-5, (what, error)
+
+
+def whole():
+    """One process's model after a backward, its loss, and the tokens."""
+    model = small_model()
+    ids = torch.randint(0, 97, (2, 120), generator=torch.Generator().manual_seed(1))
+    labels = ids.roll(-1, 1)
+    with training_attention(model, TrainingAttention()):
+        loss = learned(model, ids, labels)
+    return model, loss, ids, labels
+
+
+def ulysses():
+    """Slices of the same sequences: the losses add up, and so do the gradients."""
+    alone, loss, ids, labels = whole()
+    shared = sequence_parallel(2)
+    model = small_model()
+    positions = torch.arange(120).expand(2, -1)
+    for skips in (False, True):  # positions that do not skip, given as those that may
+        model.zero_grad()
+        with training_attention(model, TrainingAttention(parallel=shared, skipping=skips)):
+            mine = learned(model, *map(shared.slice, (ids, labels)), position_ids=shared.slice(positions))
+        torch.distributed.all_reduce(mine)
+        close(mine, loss, "loss")
+        for (name, parameter), other in zip(model.named_parameters(), alone.parameters(), strict=True):
+            torch.distributed.all_reduce(parameter.grad)
+            close(parameter.grad, other.grad, name)
+
+
+def sharded():
+    """Every process a row of the batch, and its part of every parameter."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    alone, loss, ids, labels = whole()
+    model, rank, mesh = small_model(), torch.distributed.get_rank(), init_device_mesh("cpu", (2,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    with training_attention(model, TrainingAttention()):
+        mine = learned(model, ids[rank : rank + 1], labels[rank : rank + 1])
+    torch.distributed.all_reduce(mine)
+    close(mine, loss, "loss")
+    for (name, parameter), other in zip(model.named_parameters(), alone.parameters(), strict=True):
+        close(2 * parameter.grad.full_tensor(), other.grad, name)  # their mean, twice
+
+
+def main():
+    codes = []
+    for job in json.loads(sys.argv[1]):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        children = []
+        for rank in range(job.get("processes", 1)):
+            child = os.fork()
+            if child == 0:
+                code = 70
+                try:
+                    code = work(job, rank, port)
+                except BaseException:
+                    import traceback
+
+                    traceback.print_exc()
+                finally:
+                    sys.stderr.flush()
+                    os._exit(code)
+            children.append(child)
+        codes.append([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children])
+    print(json.dumps(codes))
+
+
+if __name__ == "__main__":
+    main()
