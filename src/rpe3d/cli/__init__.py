@@ -23,7 +23,17 @@ VERBS = {
     ),
     "extend": ("rpe3d.cli.extend", "a checkpoint with a longer context, which carries its law"),
     "compare": ("rpe3d.cli.compare", "perplexity, copying and passkeys under every law at every length, as a table"),
+    "eval": ("rpe3d.cli.eval", "LongBench, L-Eval, RULER, perplexity, passkeys and copying, as the paper's tables"),
+    "score": ("rpe3d.cli.score", "what a file of predictions is worth, whoever wrote it"),
     "tune": ("rpe3d.cli.tune", "measures the context that a model really uses, and picks chunk, window and reach"),
+    "train": ("rpe3d.cli.train", "fine-tuning under a law (lm, sft) with the paper's settings, on one GPU or many"),
+    "merge": ("rpe3d.cli.merge", "an adapter and its base as one checkpoint, which carries its law"),
+    "figures": ("rpe3d.cli.figures", "the paper's figures and ours: SVG, PNG, and every plotted number as CSV"),
+    "explore": ("rpe3d.cli.explore", "a page on this machine: turn the knobs of a law and see what a model would see"),
+    "bench": (
+        "rpe3d.cli.bench",
+        "what a law costs on this machine: tokens per second and memory, beside the stock model",
+    ),
     "doctor": ("rpe3d.cli.doctor", "what runs on this machine, and why"),
 }
 
