@@ -179,7 +179,10 @@ def test_laws_are_names_names_with_parameters_and_files(tmp_path):
             label="3d-rpe-definition:interpolate=true", name="3d-rpe-definition", parameters={"interpolate": True}
         ),
         GivenLaw(
-            label="mine", name="3d-rpe", parameters={"chunk": 16, "window": 80, "reach": 128, "fade": 0.0}, pretrained=256
+            label="mine",
+            name="3d-rpe",
+            parameters={"chunk": 16, "window": 80, "reach": 128, "fade": 0.0},
+            pretrained=256,
         ),
     ]  # fmt: skip
 
