@@ -22,7 +22,7 @@ from rpe3d.rotation import cos_sin, rotate
 
 IMPLS = ("auto", "reference", "blocked", "decode", "prefill")
 NARROW = 64
-FLOPS_PER_CALL = {True: 1e12, False: 5e10}
+FLOPS_PER_CALL = {True: 3e11, False: 5e10}
 """What the prefill kernel may compute for every library call that it saves, in heads of at most NARROW dimensions and
 in wider ones: each call takes 60 µs of the host's time and, at a new length, the making of a plan; but the library
 computes faster. On an H200 the kernel is as fast as all calls together up to 64k tokens of 9 heads of dimension 64; at
