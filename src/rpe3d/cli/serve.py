@@ -1,0 +1,74 @@
+"""`rpe3d serve`: an OpenAI-compatible server (vLLM) for a model under a law, on this machine."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import subprocess
+import sys
+from argparse import ArgumentParser, Namespace
+from typing import Any
+
+from rpe3d.cli.arguments import law, need, size
+from rpe3d.cli.extend import law_parameters
+
+PORT = 8000
+STDERR = 2  # the descriptor
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a checkpoint of `rpe3d extend`; or a model as there, with --context")
+    add("--context", metavar="N", type=size, help="tokens that it shall take, as 65536 or 64k")
+    add("--law", help="the law, as `rpe3d doctor` lists them, or a law file; default 3d-rpe")
+    add("--set", metavar="NAME=VALUE", action="append", default=[], help="a parameter of the law; again for more")
+    for name in ("chunk", "window", "reach"):
+        add(f"--{name}", metavar="N", type=size, help=f"the law's {name}, in tokens")
+    add("--port", metavar="N", type=int, default=PORT, help=f"default {PORT}")
+    add("--host", default="127.0.0.1", help="who may ask; default 127.0.0.1, this machine alone")
+    add("--vllm", metavar="NAME=VALUE", action="append", default=[], help="an option of vLLM's server; again for more")
+
+
+def run(arguments: Namespace) -> int:
+    need("serve", "transformers")
+    from rpe3d.serve.launch import check_installed, check_port, command, prepare, stop, wait_until_ready
+
+    check_installed()
+    given = None if arguments.law is None else law(arguments.law)
+    parameters = (given.parameters if given else {}) | law_parameters(arguments)
+    served = prepare(arguments.model, given.name if given else None, arguments.context, parameters)
+    if given is not None:
+        given.check(served.law.pretrained)
+    check_port(arguments.host, arguments.port)
+    for note in served.notes:
+        print(f"note: {note}", file=sys.stderr)
+    url = f"http://{arguments.host}:{arguments.port}"
+    print(f"starting vLLM: {served.law.name}, {served.law.context} tokens", file=sys.stderr, flush=True)
+    options = [f"--{option.lstrip('-')}" for option in arguments.vllm]
+    line = command(served, arguments.model, arguments.host, arguments.port, options)
+    # Its words to stderr, and signals of the terminal to us alone: a second one would cut its shutdown short.
+    process = subprocess.Popen(line, stdout=STDERR, start_new_session=True)
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        wait_until_ready(process, url)
+        print(f"{url}/v1", flush=True)
+        print(_curl(url, arguments.model), file=sys.stderr, flush=True)
+        return process.wait()
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        if process.poll() is None:
+            stop(process)
+        signal.signal(signal.SIGTERM, before)
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _curl(url: str, model: str) -> str:
+    """A line that asks for a few tokens."""
+    body = json.dumps({"model": model, "prompt": "Once upon a time", "max_tokens": 32})
+    header = "Content-Type: application/json"
+    return shlex.join(["curl", f"{url}/v1/completions", "-H", header, "-d", body])

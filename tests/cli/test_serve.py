@@ -1,0 +1,148 @@
+"""`rpe3d serve`: what it tells vLLM, and what it refuses before vLLM starts. None of it needs vLLM."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from importlib.metadata import PackageNotFoundError
+from types import SimpleNamespace
+
+import pytest
+from refusal import refusal
+
+import rpe3d
+import tiny_lm
+from rpe3d.cli import main
+from rpe3d.cli import serve as verb
+from rpe3d.serve import launch
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_lm.save(tmp_path_factory.mktemp("stock"))
+
+
+@pytest.fixture(scope="module")
+def extended(tmp_path_factory):
+    made = tmp_path_factory.mktemp("extended")
+    rpe3d.extend(tiny_lm.model(), "dca", context=1024).save_pretrained(made)
+    return made
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """A vLLM that is there, with our plugin."""
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    monkeypatch.setattr(launch, "version", lambda _: "0.32.0")
+    monkeypatch.setattr(launch, "entry_points", lambda group: [SimpleNamespace(name="rpe3d")])
+
+
+class Process:
+    """A server that says it is ready, or has ended with `code`."""
+
+    def __init__(self, line, code=None):
+        self.line, self.returncode = line, code
+
+    def poll(self):
+        return self.returncode
+
+    def wait(self, timeout=None):
+        self.returncode = 0
+        return 0
+
+
+@pytest.fixture
+def started(installed, monkeypatch):
+    """The processes that the verb started; every one answers at once."""
+    made = []
+
+    def popen(line, **_):
+        made.append(Process(line))
+        return made[-1]
+
+    monkeypatch.setattr(verb.subprocess, "Popen", popen)
+    monkeypatch.setattr(launch, "wait_until_ready", lambda *_: None)
+    return made
+
+
+def option(line, name):
+    return line[line.index(name) + 1]
+
+
+def test_a_stock_model_gets_its_law_by_overrides(folder, started, capsys):
+    """The very entry that `extend` writes, found without the weights."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    argv = ["serve", str(folder), "--context", "1k", "--chunk", "8", "--port", str(port), "--vllm", "max-num-seqs=8"]
+    assert main(argv) == 0
+    (process,) = started
+    written = rpe3d.extend(tiny_lm.model(), context=1024, chunk=8).config
+    overrides = json.loads(option(process.line, "--hf-overrides"))
+    assert overrides == {"rope_parameters": written.rope_parameters, "max_position_embeddings": 1024}
+    assert option(process.line, "--max-model-len") == "1024"
+    assert option(process.line, "--model") == str(folder)
+    assert process.line[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    assert "--max-num-seqs=8" in process.line
+    said = capsys.readouterr()
+    assert said.out == f"http://127.0.0.1:{port}/v1\n"
+    assert f"curl http://127.0.0.1:{port}/v1/completions" in said.err
+
+
+def test_an_extended_checkpoint_needs_no_flags(extended, started):
+    assert main(["serve", str(extended), "--port", "0"]) == 0
+    assert "--hf-overrides" not in started[0].line
+    assert option(started[0].line, "--max-model-len") == "1024"
+
+
+def test_laws_that_do_not_fit_are_refused(folder, extended, installed, capsys, tmp_path):
+    assert refusal(capsys, "serve", folder)[:2] == (1, f"{folder} carries no law")
+    assert "carries a law already (dca, 1024 tokens)" in refusal(capsys, "serve", extended, "--context", "2k")[1]
+    assert "dynamic NTK" in refusal(capsys, "serve", folder, "--context", "1k", "--law", "dynamic")[1]
+    assert "above half" in refusal(capsys, "serve", folder, "--context", "1k", "--chunk", "200")[1]
+    other = rpe3d.make_law("3d-rpe", pretrained=64, context=1024, head_dim=16)
+    path = tmp_path / "law.json"
+    path.write_text(json.dumps(other.to_dict()))
+    assert (
+        "was made for a model of 64 positions" in refusal(capsys, "serve", folder, "--context", "1k", "--law", path)[1]
+    )
+
+
+def test_a_family_that_is_not_tested_is_refused(installed, capsys, tmp_path):
+    from transformers import GraniteConfig
+
+    GraniteConfig(hidden_size=32, num_attention_heads=2).save_pretrained(tmp_path)
+    assert "type 'granite'" in refusal(capsys, "serve", tmp_path, "--context", "1k")[1]
+
+
+def test_a_model_that_is_not_there_is_refused(installed, capsys, tmp_path):
+    assert refusal(capsys, "serve", tmp_path / "none", "--context", "1k")[0] == 1
+
+
+def test_a_port_that_is_taken_is_refused(extended, installed, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, problem, _ = refusal(capsys, "serve", extended, "--port", port)
+    assert (code, problem) == (1, f"cannot listen on 127.0.0.1:{port}: Address already in use")
+
+
+def test_a_vllm_that_is_missing_other_or_blind_is_refused(extended, installed, capsys, monkeypatch):
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    assert "VLLM_PLUGINS is 'other'" in refusal(capsys, "serve", extended)[1]
+    monkeypatch.setattr(launch, "entry_points", lambda group: [])
+    assert refusal(capsys, "serve", extended)[1] == "vLLM cannot find the plugin of rpe3d"
+    monkeypatch.setattr(launch, "version", lambda _: "0.33.0")
+    assert "vLLM is 0.33.0" in refusal(capsys, "serve", extended)[1]
+
+    def missing(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(launch, "version", missing)
+    code, problem, hint = refusal(capsys, "serve", extended)
+    assert (code, problem) == (1, "vllm is not installed")
+    assert "rpe3d[serve]" in hint
+
+
+def test_a_server_that_ends_before_it_answers_is_an_error():
+    with pytest.raises(rpe3d.ConfigError, match=r"did not start \(exit code 3\)"):
+        launch.wait_until_ready(Process([], code=3), "http://127.0.0.1:1")

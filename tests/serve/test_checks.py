@@ -1,0 +1,79 @@
+"""What is refused, without an engine: these need no vLLM."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from rpe3d import ConfigError, make_law
+from rpe3d.serve.checks import check_engine, check_model, version_refusal
+
+
+def law(name="3d-rpe"):
+    return make_law(name, pretrained=64, context=512, head_dim=32)
+
+
+def config(made=None, model_type="llama", **more):
+    parameters = {"rope_type": "rpe3d", "rope_theta": 1e4, "law": (made or law()).to_dict()}
+    return SimpleNamespace(model_type=model_type, rope_parameters=parameters, **more)
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.32.0"))
+
+
+def settings(length=512, cache="auto", speculative=None, parallel=1):
+    return SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=length),
+        cache_config=SimpleNamespace(cache_dtype=cache),
+        speculative_config=speculative,
+        parallel_config=SimpleNamespace(decode_context_parallel_size=parallel, prefill_context_parallel_size=1),
+    )
+
+
+def test_what_is_tested_is_accepted(vllm):
+    assert check_model(config()) == law()
+    check_engine(settings(), law())
+    check_engine(settings(length=100, cache="bfloat16"), law())
+
+
+@pytest.mark.parametrize(
+    ("version", "fine"), [("0.32.0", True), ("0.32.1+cpu", True), ("0.3.2", False), ("0.33", False)]
+)
+def test_versions(version, fine):
+    assert (version_refusal(version) is None) == fine
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (config(model_type="gemma2"), "type 'gemma2'"),
+        (config(sliding_window=32), "sees 32 tokens back"),
+        (config(law("dynamic")), "dynamic NTK"),
+        (SimpleNamespace(model_type="llama", rope_parameters={"rope_type": "default"}), "carries no law"),
+    ],
+)
+def test_models_that_are_refused(given, why):
+    with pytest.raises(ConfigError, match=why):
+        check_model(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (settings(length=513), "max_model_len is 513, beyond the law's context 512"),
+        (settings(cache="fp8_e4m3"), "holds keys as fp8_e4m3"),
+        (settings(speculative=object()), "speculative decoding"),
+        (settings(parallel=2), "context parallelism"),
+    ],
+)
+def test_settings_that_are_refused(vllm, given, why):
+    with pytest.raises(ConfigError, match=why):
+        check_engine(given, law())
+
+
+def test_a_window_that_is_not_used_is_no_window():
+    assert check_model(config(model_type="qwen2", sliding_window=32, use_sliding_window=False)) == law()
