@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from argparse import ArgumentTypeError
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -120,6 +121,23 @@ def folder(option: str, path: Path) -> Path:
     except OSError as error:
         raise ConfigError(f"cannot make the folder {path}: {error.strerror}", f"give {option} another one") from None
     return path
+
+
+@contextmanager
+def new_folder(option: str, path: Path) -> Iterator[Path]:
+    """A folder to fill beside `path`, which gets that name at the end; `path` may be there if it is empty."""
+    unfinished = path.with_name(f".{os.getpid()}-{path.name}")
+    try:
+        unfinished.mkdir(parents=True)
+        yield unfinished
+        if path.exists():
+            path.rmdir()
+        unfinished.rename(path)
+    except OSError as error:
+        hint = f"give {option} a place with room to write to"
+        raise ConfigError(f"cannot write {path}: {error.strerror}", hint) from None
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 @contextmanager

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
-from rpe3d.cli.arguments import law, need, size, value
+from rpe3d.cli.arguments import law, need, new_folder, size, value
 from rpe3d.config import ConfigError
 
 
@@ -57,19 +55,10 @@ def run(arguments: Namespace) -> int:
     assert made is not None
     given.check(made.pretrained)
     check_savable(loaded.model)
-    unfinished = out.with_name(f".{os.getpid()}-{out.name}")
-    try:
-        unfinished.mkdir(parents=True)
+    with new_folder("--out", out) as unfinished:
         loaded.model.save_pretrained(unfinished)
         if loaded.tokenizer is not None:
             loaded.tokenizer.model_max_length = arguments.context
             loaded.tokenizer.save_pretrained(unfinished)
-        if out.exists():
-            out.rmdir()
-        unfinished.rename(out)
-    except OSError as error:
-        raise ConfigError(f"cannot write {out}: {error.strerror}", "give --out a place with room to write to") from None
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
     print(f"wrote {out}: `import rpe3d`, then AutoModelForCausalLM.from_pretrained({str(out)!r})", file=sys.stderr)
     return 0

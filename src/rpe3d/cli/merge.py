@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from rpe3d.cli.arguments import need
+from rpe3d.cli.arguments import need, new_folder
 from rpe3d.cli.compare import DTYPES
 from rpe3d.config import ConfigError
 
@@ -36,18 +34,9 @@ def run(arguments: Namespace) -> int:
     merged = merge(arguments.adapter, arguments.base, dtype=dtype, trust_remote_code=arguments.trust_remote_code)
     for note in merged.notes:
         print(f"note: {note}", file=sys.stderr)
-    unfinished = out.with_name(f".{os.getpid()}-{out.name}")
-    try:
-        unfinished.mkdir(parents=True)
+    with new_folder("--out", out) as unfinished:
         merged.model.save_pretrained(unfinished)
         if merged.tokenizer is not None:
             merged.tokenizer.save_pretrained(unfinished)
-        if out.exists():
-            out.rmdir()
-        unfinished.rename(out)
-    except OSError as error:
-        raise ConfigError(f"cannot write {out}: {error.strerror}", "give --out a place with room to write to") from None
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
     print(f"wrote {out}: `import rpe3d`, then AutoModelForCausalLM.from_pretrained({str(out)!r})", file=sys.stderr)
     return 0

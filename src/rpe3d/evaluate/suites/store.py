@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rpe3d.config import ConfigError
-from rpe3d.evaluate.results import SCHEMA
+from rpe3d.evaluate.results import read
 
 Key = tuple[str, int, str, str]
 """Law, length, suite, task."""
@@ -23,31 +23,16 @@ def key_of(row: dict[str, Any]) -> Key:
     return row["law"], row["length"], row["suite"], row["task"]
 
 
-def read(path: Path) -> dict[str, Any] | None:
-    """What an earlier run left; None for no file. A file that is no results file is not ours to touch."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", "give --json another file") from None
-    except ValueError:
-        content = None
-    if not isinstance(content, dict) or (content.get("kind"), content.get("schema")) != ("eval", SCHEMA):
-        raise ConfigError(f"{path} is there and holds no results of `rpe3d eval`", "give --json another file")
-    return content
-
-
 def check_place(path: Path) -> None:
     """Refuse, before anything is loaded, a file that is not ours or a folder that is not there."""
     if not path.parent.is_dir():
         raise ConfigError(f"there is no folder {path.parent}", "make it, or give --json another place")
-    read(path)
+    read(path, "eval")
 
 
 def check(path: Path, now: dict[str, Any], overwrite: bool) -> dict[str, Any] | None:
     """The earlier results, if they are of the same model, settings, data and laws; None to start anew."""
-    before = read(path)
+    before = read(path, "eval")
     if before is None or overwrite:
         return None
     now = json.loads(json.dumps(now))  # as it reads in a file
