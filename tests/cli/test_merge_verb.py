@@ -72,3 +72,8 @@ def test_a_base_of_another_length_is_refused(adapter, tmp_path, capsys):
     assert code == 1
     assert problem == f"the adapter was trained on a model of 256 positions, and {tmp_path / 'other'} has 128"
     assert not (tmp_path / "m").exists()
+
+
+def test_an_adapter_that_is_not_there_is_said_to_be_missing(tmp_path, capsys):
+    code, said, _ = refusal(capsys, "merge", tmp_path / "nothing", "--out", tmp_path / "out")
+    assert (code, said) == (1, f"there is no folder {tmp_path / 'nothing'}")

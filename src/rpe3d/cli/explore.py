@@ -38,7 +38,7 @@ def _measured(path: Path) -> dict[str, Any]:
     need("models", "transformers")
     from rpe3d.evaluate.results import read
 
-    results = read(path)
+    results = read(path, option="--compare")
     if results is None:
         raise ConfigError(f"there is no file {path}", "give --compare the JSON of `rpe3d compare --json`")
     return curves(results)

@@ -64,18 +64,18 @@ def locked(path: Path) -> Iterator[None]:
         lock.release()
 
 
-def read(path: Path, kind: str = "compare") -> dict[str, Any] | None:
+def read(path: Path, kind: str = "compare", option: str = "--json") -> dict[str, Any] | None:
     """What an earlier run of a verb left; None for no file. A file that is no results file is not ours to touch."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", "give --json another file") from None
+        raise ConfigError(f"cannot read {path}: {error.strerror}", f"give {option} another file") from None
     except ValueError:
         content = None
     if not isinstance(content, dict) or (content.get("kind"), content.get("schema")) != (kind, SCHEMA):
-        raise ConfigError(f"{path} is there and holds no results of `rpe3d {kind}`", "give --json another file")
+        raise ConfigError(f"{path} is there and holds no results of `rpe3d {kind}`", f"give {option} another file")
     return content
 
 

@@ -12,6 +12,7 @@ import codecs
 import gzip
 import json
 import lzma
+from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -109,14 +110,16 @@ def _cut(block: bytes) -> int:
     return max(at - 1, 1)
 
 
-class Records:
+class Records(ABC):
     """Documents with fields, whose text is one of them."""
 
+    @abstractmethod
     def name(self, index: int) -> str:
-        raise NotImplementedError
+        """What a user calls a document."""
 
+    @abstractmethod
     def record(self, index: int) -> dict[str, Any]:
-        raise NotImplementedError
+        """The fields of a document."""
 
     def pieces(self, index: int, start: int, field: str) -> Iterator[Piece]:
         text = self.record(index).get(field)

@@ -19,6 +19,8 @@ from rpe3d.models.load import Loaded, load
 def adapter_law(folder: Path) -> Law:
     """The law that an adapter was trained under."""
     path = folder / FILE
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder}", "give the adapter folder of a `rpe3d train` run")
     try:
         return make_law(**json.loads(path.read_text(encoding="utf-8"))["law"])
     except FileNotFoundError:
