@@ -1,4 +1,4 @@
-"""Attention under a law against plain attention, in one run: prefill, forward + backward, decode, memory, growth.
+"""Attention under a law against plain attention, in one run: prefill, forward + backward, decode, paging, memory, growth.
 
     python benchmarks/attention.py --out benchmarks/results          # CUDA, or the CPU table where there is no GPU
 
@@ -28,10 +28,14 @@ from rpe3d.attention import attention, shared_step
 from stamp import COLUMNS, stamp
 
 Rows = list[dict[str, Any]]
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+Attention = Callable[..., Tensor]
 NUMBERS = ("what", "law", "tokens", "batch", "impl", "ms", "peer", "peer_ms", "speed", "goal")
 MODEL: dict[str, Any] = {"pretrained": 8192, "context": 262144, "head_dim": 128, "rope_theta": 500000.0}
-LAWS: dict[str, dict[str, Any]] = {"3d-rpe": {"chunk": 512, "window": 2560, "reach": 5120}, "dca": {}}
+LAWS: dict[str, dict[str, Any]] = {
+    "3d-rpe": {"chunk": 512, "window": 2560, "reach": 4096, "focus": 1.0, "fade": 0.25},
+    "dca": {},
+}
+PAGE = 16
 HEADS, GROUPS, DIM = 32, 8, 128
 
 
@@ -218,6 +222,46 @@ def decoding(rows: Rows) -> None:
                     add(rows, what, name, tokens, batch, "decode", ours, f"sdpa-{best}", peers[best], goal)
 
 
+def in_pages(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Contiguous keys [b, g, s, d] in shuffled pages, as vLLM has them: [pages, page, g, d], keys beside values."""
+    b, g, s, d = k.shape
+    table = torch.randperm(b * s // PAGE, device=k.device, dtype=torch.int32).view(b, -1)
+    cache = torch.empty(b * s // PAGE, g, PAGE, 2 * d, dtype=k.dtype, device=k.device)
+    for part, x in ((slice(0, d), k), (slice(d, None), v)):
+        cache[table.long(), :, :, part] = x.unflatten(2, (-1, PAGE)).permute(0, 2, 1, 3, 4)
+    keys, values = cache.transpose(1, 2).split(d, dim=-1)
+    return keys, values, table, torch.full((b,), s, dtype=torch.int32, device=k.device)
+
+
+def paged(law: Law, q: Tensor, k: Tensor, v: Tensor, pages: Tensor, lengths: Tensor) -> Tensor:
+    """A decoding step over pages."""
+    from rpe3d.attention import paged_kernel
+
+    return paged_kernel.attend(q, k, v, law, pages=pages, lengths=lengths, scale=q.shape[3] ** -0.5)[0]
+
+
+def paging(rows: Rows) -> None:
+    """A decoding step over pages, against plain decode of contiguous keys. Right at two lengths first."""
+    for batch, tokens in ((1, 4096), (8, 4096), (1, 131072), (8, 131072)):
+        sets = [vectors(tokens, queries=1, batch=batch) for _ in range(4 if batch == 1 else 2)]
+        pages = [[q, *in_pages(k, v)] for q, k, v in sets]
+        for name in LAWS:
+            law = law_named(name)
+            check_decode(law, *sets[0])
+            error = relative(paged(law, *pages[0]), attention(*sets[0], law, turned=True, impl="decode")[0])
+            print(f"check paged {name} {tokens} x{batch}: {error:.2e} from the decode of contiguous keys", flush=True)
+            if not error < 5e-3:  # both round to bf16
+                raise SystemExit(f"paged {name} fails its check at {tokens} tokens: {error:.2e}")
+        if tokens < 65536:
+            continue
+        backends = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)
+        peers = {b.name.lower(): graph_milliseconds(partial(plain, backend=b), sets) for b in backends}
+        best = min(peers, key=lambda name: peers[name])
+        for name in LAWS:
+            ours = graph_milliseconds(partial(paged, law_named(name)), pages)
+            add(rows, "decode, paged", name, tokens, batch, "paged", ours, f"sdpa-{best}", peers[best], 0.9)
+
+
 def memory(rows: Rows, tokens: int = 131072) -> None:
     def peak(function: Callable[..., Any]) -> float:
         q, k, v = vectors(tokens)
@@ -330,7 +374,7 @@ def draw(rows: Rows, path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for the CSV and the plot")
-    parser.add_argument("--parts", default="prefill,training,decoding,memory,growth", help="CUDA parts to run")
+    parser.add_argument("--parts", default="prefill,training,decoding,paging,memory,growth", help="CUDA parts to run")
     parser.add_argument("--cpu", action="store_true", help="the CPU table, even where there is a GPU")
     arguments = parser.parse_args()
     torch.manual_seed(0)
@@ -340,7 +384,7 @@ def main() -> None:
         for name in LAWS:
             for tokens in (1024, 4000, 5000):
                 check(name, tokens)
-        parts = {f.__name__: f for f in (prefill, training, decoding, memory, growth)}
+        parts = {f.__name__: f for f in (prefill, training, decoding, paging, memory, growth)}
         for part in arguments.parts.split(","):
             parts[part](rows)
             torch.cuda.empty_cache()

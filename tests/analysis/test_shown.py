@@ -86,7 +86,7 @@ def test_the_positions_of_the_laws_on_a_model_of_8k():
     """Golden, for the last query and the key 65535 tokens back: the formulas of each law by hand."""
     table = ours.positions()
     far = {row[0]: row[3:] for row in table.where(distance=65535).rows}
-    slope = (5120 - 512 - 2560) / (65536 - 2560)
+    slope = (4096 - 512 - 2560) / (65536 - 2560)
     assert far["rope"] == (65535, 65535)
     assert far["linear"] == pytest.approx((65535 / 8,) * 2)
     assert far["3d-rpe"] == pytest.approx((511 + 512 * (slope * 127 + (1 - slope) * 5),) * 2)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from rpe3d import ConfigError, laws, make_law
 from rpe3d.attention import attention
+from rpe3d.attention.blocked import Blocked, Task
+from rpe3d.attention.library import BACKENDS
 from rpe3d.rotation import cos_sin, rotate
 
 CHUNKY = {
-    "3d-rpe": {"chunk": 8, "window": 16, "reach": 28, "fade": 0.75},
+    "3d-rpe": {"chunk": 8, "window": 16, "reach": 28, "focus": 1.5, "fade": 0.75},
     "3d-rpe-definition": {"chunk": 24},
     "3d-rpe-dual-chunk": {"chunk": 20, "window": 24},
     "dca": {"chunk": 20, "window": 24},
@@ -60,7 +64,8 @@ def specification(q, k, v, law, **options):
 def test_the_specification_is_the_softmax_of_the_law_s_own_angles(name, turned):
     """Scores written down pair by pair from relative_angles, in complex128: nothing of attention's own code.
 
-    The far keys of 3D-RPE, more than two chunks of 8 away, weigh (28 / p)^(3/4) once p is above 28.
+    The far keys of 3D-RPE, more than two chunks of 8 away, weigh (Σ w^τ)^(1/τ) (28 / p)^(3/4) together once p is above
+    28, each in proportion to its own w^τ, with τ = (log p / log 28)^1.5.
     """
     law = law_for(name)
     q, k, v = vectors(b=1, h=2, g=2, t=60, s=60, dtype=torch.float64)
@@ -71,14 +76,17 @@ def test_the_specification_is_the_softmax_of_the_law_s_own_angles(name, turned):
     complexes = [torch.complex(x[..., :8], x[..., 8:]) for x in (q, k)]
     product = complexes[0][:, :, :, None] * complexes[1][:, :, None].conj()
     scores = (product * torch.exp(1j * angles)).real.sum(-1) * law.attention_scaling**2 / 4
-    if name == "3d-rpe":
-        weight = torch.where(position > 28, (28 / position.double()) ** 0.75, 1.0)[:, None]
-        far = position[:, None] // 8 - position[None, :] // 8 > 2
-        scores = scores + torch.where(far, weight.log(), 0.0)
     hidden = (position[None, :] > position[:, None]) | angles[..., 0].isnan()
-    scores = scores.masked_fill(hidden, -torch.inf)
-    torch.testing.assert_close(out, scores.softmax(-1) @ v, rtol=0, atol=1e-11)
-    torch.testing.assert_close(lse, scores.logsumexp(-1), rtol=0, atol=1e-11)
+    weights = scores.masked_fill(hidden, -torch.inf).exp()
+    if name == "3d-rpe":
+        p = position.double().clamp(min=28)
+        tau = ((p.log() / math.log(28)) ** 1.5)[:, None]
+        far = position[:, None] // 8 - position[None, :] // 8 > 2
+        sharp = torch.where(far, weights, 0.0) ** tau
+        share = sharp / sharp.sum(-1, keepdim=True)
+        weights = torch.where(far, share * sharp.sum(-1, keepdim=True) ** (1 / tau) * ((28 / p) ** 0.75)[:, None], weights)
+    torch.testing.assert_close(out, weights / weights.sum(-1, keepdim=True) @ v, rtol=0, atol=1e-11)
+    torch.testing.assert_close(lse, weights.sum(-1).log(), rtol=0, atol=1e-11)
 
 
 def stock(q, k, law, queries=None, keys=None):
@@ -149,6 +157,32 @@ def test_gradients_are_those_of_the_specification(name):
         out, _ = attention(q, k, v, law, impl=impl)
         gradients.append(torch.autograd.grad((out * weight).sum(), (q, k, v)))
     for ours, truth in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, truth, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("slab", [16, 40, 1000])
+@pytest.mark.parametrize("rows", [8, 24, 200])
+@pytest.mark.parametrize(("name", "parameters"), [("3d-rpe", {}), ("3d-rpe", {"focus": 0}), ("dca", {})])
+def test_blocks_of_rows_and_slabs_of_keys_change_nothing(name, parameters, rows, slab):
+    """Long texts go in blocks of rows and their far keys in slabs, which meet in merges of up to twelve parts."""
+    law = law_for(name, rotary_dim=8, **parameters)
+    x = [y.requires_grad_() for y in vectors(b=1, t=200, s=200, dtype=torch.float64)]
+    weight = torch.randn(1, 6, 200, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    task = Task(
+        law=law,
+        queries=range(200),
+        keys=range(200),
+        frequencies=law.frequencies(),
+        scale=0.25,
+        backend=BACKENDS["cpu"],
+        rows=rows,
+        backward_rows=rows,
+        slab=slab,
+    )
+    results = []
+    for out, lse in (Blocked.apply(*x, None, task), attention(*x, law, turned=True, impl="reference")):
+        results.append((out, lse, *torch.autograd.grad((out * weight).sum(), x)))
+    for ours, truth in zip(*results, strict=True):
         torch.testing.assert_close(ours, truth, rtol=0, atol=1e-11)
 
 

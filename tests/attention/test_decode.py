@@ -28,7 +28,7 @@ LAWS = {
     "ntk": {},
     "dynamic": {},
     "yarn": {},
-    "3d-rpe": {"chunk": 16, "window": 32, "reach": 64, "fade": 0.75},
+    "3d-rpe": {"chunk": 16, "window": 32, "reach": 64, "focus": 1.5, "fade": 0.75},
     "3d-rpe-definition": {"chunk": 50},
     "3d-rpe-dual-chunk": {"chunk": 20, "window": 48, "phi_base": 1.5},
     "dca": {"chunk": 20, "window": 48},
@@ -74,7 +74,15 @@ def eager(x):
         scores = torch.where(region.contains(*pairs)[:, None], here, scores)
     if x.softcap is not None:
         scores = x.softcap * torch.tanh(scores / x.softcap)
-    scores = scores.masked_fill(~reference.visible(x)[:, None], torch.finfo(scores.dtype).min)
+    seen = reference.visible(x)
+    for region in x.law.regions:
+        if region.fade is not None:
+            far = (region.contains(*pairs) & seen)[:, None]
+            sharpness, (_, loss) = (y.float()[..., None] for y in (region.fade.sharpness(query), region.fade.shift(query)))
+            sharp = (scores * sharpness[:, None]).masked_fill(~far, torch.finfo(scores.dtype).min)
+            weight = sharp.logsumexp(-1, keepdim=True) / sharpness[:, None] - loss[:, None]
+            scores = torch.where(far, sharp.log_softmax(-1) + weight, scores).to(x.q.dtype)
+    scores = scores.masked_fill(~seen[:, None], torch.finfo(scores.dtype).min)
     if x.sinks is not None:
         sink = x.sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sink], -1)

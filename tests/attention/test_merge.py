@@ -56,13 +56,16 @@ def assert_equal(parts, out, lse, sinks=None, expected=None):
 
 
 @IMPL
-def test_a_faded_part_weighs_less(impl, device):
-    """Its logarithms are lower by the row's fade before anything else; the others' are not."""
-    parts, fade = partials(3, device), torch.linspace(0, 4, 5, device=device)
+def test_faded_parts_weigh_less_together(impl, device):
+    """Their logarithms are lower by fade[0] of their common one, and by fade[1], before anything else; no others are."""
+    parts = partials(3, device)
+    fade = torch.stack([torch.linspace(0, 0.5, 5, device=device), torch.linspace(0, 4, 5, device=device)])
     marked = [Part(*part, faded=i != 1) for i, part in enumerate(parts)]
     out, lse = poisoned_results(parts)
     merge(marked, out, lse, fade=fade, impl=impl)
-    assert_equal([(o, s if i == 1 else s - fade) for i, (o, s) in enumerate(parts)], out, lse)
+    together = torch.logaddexp(parts[0][1], parts[2][1])
+    less = fade[0] * together.masked_fill(together == -torch.inf, 0.0) + fade[1]
+    assert_equal([(o, s if i == 1 else s - less) for i, (o, s) in enumerate(parts)], out, lse)
 
 
 def test_parts_of_the_keys_give_what_all_keys_give(device):

@@ -21,7 +21,7 @@ pytestmark = [
 
 # Small enough that 150 tokens hold every region, with borders inside tiles.
 LAWS = {
-    "3d-rpe": {"chunk": 16, "window": 32, "reach": 56},
+    "3d-rpe": {"chunk": 16, "window": 32, "reach": 56, "focus": 0.5, "fade": 0.25},
     "3d-rpe-definition": {"chunk": 50},
     "3d-rpe-dual-chunk": {"chunk": 20, "window": 48, "phi_base": 1.5},
     "dca": {"chunk": 20, "window": 48},
@@ -159,12 +159,14 @@ def test_sinks_softcap_and_scale_take_part(side, device):
     torch.testing.assert_close(lse, torch.logaddexp(without, x.sinks[None, :, None]), rtol=0, atol=4e-6)
 
 
+@pytest.mark.parametrize("focus", [0, 1.5])
 @pytest.mark.parametrize("options", [{}, {"softcap": 4.0, "sinks": torch.tensor([-5.0, 3.0])}])
-def test_far_keys_fade(options, device):
-    x = problem(law_for("3d-rpe", fade=1.5, reach=50), device, t=60, s=200, **options)
+def test_far_keys_fade(options, focus, device):
+    law = law_for("3d-rpe", focus=focus, fade=1.5, reach=50)
+    x = problem(law, device, t=60, s=200, **options)
     for ours, truth in zip(run(x, block_m=32), reference.attend(in_float64(x)), strict=True):
         torch.testing.assert_close(ours.double(), truth, rtol=0, atol=3e-6)
-    without = run(replace(x, law=law_for("3d-rpe", fade=0, reach=50)), block_m=32)
+    without = run(replace(x, law=law_for("3d-rpe", reach=50)), block_m=32)
     assert (without[1] - run(x)[1]).min() > 0.1
 
 

@@ -13,6 +13,7 @@ from rpe3d.cli import main
 from rpe3d.cli.arguments import law
 from rpe3d.evaluate import effective
 from rpe3d.evaluate.effective import Distance
+from rpe3d.geometry.three_d import FADE, FOCUS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -45,16 +46,16 @@ def test_the_law_file_holds_the_choice_and_its_evidence(folder, tmp_path, capsys
     measured = content.pop("measured")
     made = rpe3d.make_law(**content)
     assert (made.name, made.pretrained, made.context) == ("3d-rpe", 256, 1024)
-    assert (made.chunk, made.window, made.reach) == (40, 80, 160)
+    assert (made.chunk, made.window, made.reach) == (40, 80, 120)
     assert (measured["effective"], measured["seeds"]) == (160, [3, 4])
     assert measured["model"]["name"] == str(folder)
     assert measured["distances"][0] == {"distance": 32, "first": 2.0, "again": 0.1, "text": 2.5}
     assert "copies from up to 160 of its 256 positions" in captured.out
-    assert "reach 160" in captured.out
+    assert "reach 120" in captured.out
     assert captured.err.splitlines()[-1].startswith(f"wrote {out}")
     given = law(str(out))
     assert (given.label, given.name, given.pretrained) == ("law", "3d-rpe", 256)
-    assert given.parameters == {"chunk": 40, "window": 80, "reach": 160, "fade": 0.5}
+    assert given.parameters == {"chunk": 40, "window": 80, "reach": 120, "focus": FOCUS, "fade": FADE}
 
 
 def test_compare_takes_the_law_file(folder, tmp_path, capsys, monkeypatch):
@@ -66,7 +67,7 @@ def test_compare_takes_the_law_file(folder, tmp_path, capsys, monkeypatch):
     assert main(["compare", str(folder), "--laws", f"3d-rpe,{out}", *argv, "--json", str(file)]) == 0
     rows = json.loads(file.read_text())["rows"]
     assert [row["law"] for row in rows] == ["3d-rpe", "mine"]
-    assert rows[1]["parameters"] == {"chunk": 32, "window": 64, "reach": 128, "fade": 0.5}
+    assert rows[1]["parameters"] == {"chunk": 32, "window": 64, "reach": 96, "focus": FOCUS, "fade": FADE}
 
 
 def test_a_model_that_copies_nothing_gets_the_rule_of_thumb_and_is_told_so(folder, tmp_path, capsys):
@@ -76,7 +77,7 @@ def test_a_model_that_copies_nothing_gets_the_rule_of_thumb_and_is_told_so(folde
     assert "the rule of thumb stands" in capsys.readouterr().out
     content = json.loads(out.read_text())
     assert content.pop("measured")["effective"] == 0
-    assert (content["chunk"], content["window"], content["reach"]) == (16, 80, 160)
+    assert (content["chunk"], content["window"], content["reach"]) == (16, 80, 128)
 
 
 def test_a_law_file_is_replaced_only_when_asked(folder, tmp_path, capsys, monkeypatch):
@@ -87,7 +88,7 @@ def test_a_law_file_is_replaced_only_when_asked(folder, tmp_path, capsys, monkey
     assert out.read_text() == "mine"
     monkeypatch.setattr(effective, "measure_distances", copies_up_to(160))
     assert run(folder, "--context", "1k", "--out", out, "--overwrite", "--device", "cpu") == 0
-    assert json.loads(out.read_text())["reach"] == 160
+    assert json.loads(out.read_text())["reach"] == 120
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import rpe3d
 from rpe3d.config import ConfigError
 from rpe3d.evaluate import Tokens, effective
 from rpe3d.evaluate.effective import Distance, averaged, effective_context, make_nested, measure_distances, pick
+from rpe3d.geometry.three_d import FADE, FOCUS
 
 TEXT = [Tokens(name="a", ids=torch.arange(1, 6000)), Tokens(name="b", ids=torch.arange(6000, 9000))]
 
@@ -90,20 +91,29 @@ def test_the_effective_context_ends_at_the_first_failure(measured, found):
 
 
 @pytest.mark.parametrize(
-    ("reach", "chunk", "window"),
-    [(5120, 512, 2560), (2048, 128, 1024), (4096, 256, 2048), (131072, 512, 65536), (1024, 128, 512), (64, 16, 32)],
+    ("effective", "chunk", "window", "reach"),
+    [
+        (5120, 512, 2560, 3840),
+        (2048, 128, 1024, 1536),
+        (4096, 256, 2048, 3072),
+        (131072, 512, 61440, 98304),
+        (1024, 128, 512, 768),
+        (64, 16, 32, 48),
+    ],
 )
-def test_chunk_and_window_follow_from_the_reach(reach, chunk, window):
-    assert pick(reach) == {"chunk": chunk, "window": window, "reach": reach, "fade": 0.5}
-    rpe3d.make_law("3d-rpe", pretrained=reach, context=8 * reach, head_dim=64, **pick(reach))
+def test_all_follows_from_the_effective_context(effective, chunk, window, reach):
+    assert pick(effective) == {"chunk": chunk, "window": window, "reach": reach, "focus": FOCUS, "fade": FADE}
+    rpe3d.make_law("3d-rpe", pretrained=effective, context=8 * effective, head_dim=64, **pick(effective))
 
 
 @pytest.mark.parametrize("pretrained", [2048, 4096, 8192, 32768])
 def test_the_rule_agrees_in_form_with_the_defaults_of_3d_rpe(pretrained):
-    """The default takes 5/8 of the pretrained length for the effective context; chunks are then 1/10, windows 1/2."""
+    """The default takes 2/3 of the pretrained length for the effective context."""
     law = rpe3d.make_law("3d-rpe", pretrained=pretrained, context=8 * pretrained, head_dim=64)
-    chosen = pick(law.reach)
-    assert chosen["window"] == pytest.approx(law.window, rel=0.1)
+    chosen = pick(2 * pretrained // 3)
+    assert chosen["reach"] == pytest.approx(law.reach, rel=0.01)
+    assert chosen["window"] == pytest.approx(law.window, rel=0.21)  # a chunk
+    assert (chosen["focus"], chosen["fade"]) == (law.focus, law.fade)
     assert chosen["chunk"] in (min(512, law.chunk), law.chunk // 2) or chosen["chunk"] == 128
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import assume, given
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from rpe3d import make_law
 from rpe3d.config import ConfigError
-from rpe3d.geometry import decay_bound, resolution
+from rpe3d.geometry import Fade, decay_bound, resolution
 from rpe3d.geometry.three_d import bounded_regions
 
 SLACK = 1e-9  # float64 rounding of positions up to a few million; no fact turns on less
@@ -181,27 +183,43 @@ def test_resolution_is_one_in_every_plane_within_a_chunk():
     )
 
 
-@pytest.mark.parametrize(("pretrained", "expected"), [(8192, (512, 2560, 5120)), (2048, (128, 640, 1280))])
+@pytest.mark.parametrize(("pretrained", "expected"), [(8192, (512, 2560, 4096)), (2048, (128, 640, 1024))])
 def test_the_default_rule_is_the_documented_one(pretrained, expected):
-    """c = L_p / 16, w = 5/16 L_p, R = 5/8 L_p (docs/log.md)."""
+    """c = L_p / 16, w = 5/16 L_p, R = L_p / 2 (docs/log.md)."""
     law = make_law("3d-rpe", pretrained=pretrained, context=8 * pretrained, head_dim=64)
     assert (law.chunk, law.window, law.reach) == expected
 
 
 def test_far_keys_fade_from_the_reach_on():
-    """A query at p > R gives them (R / p)^fade of their weight, and all of it before."""
+    """A query at p > R takes them (log p / log R)^focus times sharper, and gives (R / p)^fade; before, all is as it was."""
     law = make_law("3d-rpe", pretrained=8192, context=65536, head_dim=64)
     near, far = law.regions
-    assert (near.fade, law.fade) == (None, 0.5)
-    weight = torch.exp(-far.fade(torch.tensor([0, 4096, 5120, 20480])))
-    torch.testing.assert_close(weight, torch.tensor([1.0, 1.0, 1.0, 0.5], dtype=torch.float64), rtol=1e-15, atol=0)
+    assert (near.fade, far.fade) == (None, Fade(rate=law.fade, focus=law.focus, span=4096.0))
+    fade, p = Fade(rate=0.5, focus=2.0, span=4096.0), torch.tensor([0, 100, 4096, 65536])
+    exact = {"rtol": 1e-15, "atol": 0.0}
+    torch.testing.assert_close(fade.sharpness(p), torch.tensor([1, 1, 1, (4 / 3) ** 2], dtype=torch.float64), **exact)
+    torch.testing.assert_close(torch.exp(-fade.loss(p)), torch.tensor([1, 1, 1, 0.25], dtype=torch.float64), **exact)
+
+
+def test_focus_makes_a_crowd_weigh_as_much_as_the_reach_would():
+    """p keys alike count as R of them with a focus of 1; one that stands out counts as it did."""
+    fade, p = Fade(rate=0.0, focus=1.0, span=4096.0), 65536
+    (sharpness,), (eased, _) = fade.sharpness(torch.tensor([p])), fade.shift(torch.tensor([p]))
+    alike = torch.full((p,), 3.0, dtype=torch.float64)
+    alone = torch.tensor([40.0, 3.0], dtype=torch.float64)
+    for scores, weight in ((alike, 4096 * math.exp(3.0)), (alone, math.exp(40.0))):
+        together = (sharpness * scores).logsumexp(0)
+        torch.testing.assert_close(float((together * (1 - eased)).exp()), weight, rtol=1e-11, atol=0)
 
 
 def test_a_reach_of_one_s_own_comes_without_fading():
     """Then a law is what its three numbers say, as its docstring has it; `fade` is there for the asking."""
     given = {"pretrained": 8192, "context": 65536, "head_dim": 64, "reach": 5120}
-    assert make_law("3d-rpe", **given).fade == 0.0
+    law = make_law("3d-rpe", **given)
+    assert (law.focus, law.fade) == (0.0, 0.0)
     assert all(region.fade is None for region in make_law("3d-rpe", **given).regions)
-    assert make_law("3d-rpe", **given, fade=0.25).regions[1].fade.rate == 0.25
-    with pytest.raises(ConfigError, match="fade"):
-        make_law("3d-rpe", **given, fade=-1)
+    assert make_law("3d-rpe", **given, fade=0.25).regions[1].fade == Fade(rate=0.25, focus=0.0, span=5120.0)
+    assert make_law("3d-rpe", **given, focus=0.5).regions[1].fade == Fade(rate=0.0, focus=0.5, span=5120.0)
+    for name in ("focus", "fade"):
+        with pytest.raises(ConfigError, match=name):
+            make_law("3d-rpe", **given, **{name: -1})

@@ -90,7 +90,7 @@ def test_every_family(family, tmp_path):
 def test_the_default_model(tmp_path):
     """Real weights, to three chunks beyond the window, in pages of 64."""
     stock = load("default", dtype=torch.float32, device="cpu", with_tokenizer=False).model
-    rpe3d.extend(stock, context=16384, chunk=64, window=192, reach=512, fade=0.5).save_pretrained(tmp_path)
+    rpe3d.extend(stock, context=16384, chunk=64, window=192, reach=512, focus=1.0, fade=0.25).save_pretrained(tmp_path)
     llm = engine(tmp_path, block_size=64, max_num_batched_tokens=256, max_model_len=1024, kv_cache_memory_bytes=2**28)
     texts = prompts(1, 100, 256, 257, 450, seed=9)
     assert_as_transformers(stock, texts, answers(llm, texts, new=6))

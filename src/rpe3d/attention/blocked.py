@@ -53,8 +53,8 @@ class Task:
         return [range(a, min(a + self.slab, self.keys.stop)) for a in range(0, self.keys.stop, self.slab)]
 
     def passes(self) -> Iterator[tuple[range, list[tuple[Block, list[Call]]]]]:
-        """One pass per slab of far keys: the first does everything but the far keys of later slabs."""
-        for slab in self.slabs():
+        """One pass per slab of far keys, the last slab's first: the last pass does all else, when the far keys are done."""
+        for slab in reversed(self.slabs()):
             work = []
             for block in self.blocks:
                 calls = [cut for call in block.calls if (cut := self._within(call, slab))]
@@ -69,11 +69,28 @@ class Task:
         start, stop = max(call.key, slab.start), min(call.key + call.columns, slab.stop)
         return replace(call, key=start, columns=stop - start) if start < stop else None
 
-    def fade(self, dtype: torch.dtype) -> Float[Tensor, " t"] | None:
-        """What fading takes from the log-sum-exp of each query's faded parts."""
-        fades = {region.fade for region in self.regions if region.fade is not None}
-        assert len(fades) <= 1, "the parts of a row fade alike"
-        return _fade(fades.pop(), self.queries, self.frequencies.device, dtype) if fades else None
+    @property
+    def fade(self) -> Fade | None:
+        """Of the one region that fades, if there is one."""
+        fades = [region.fade for region in self.regions if region.fade is not None]
+        assert len(fades) <= 1, "merging knows of one group of faded parts"
+        return fades[0] if fades else None
+
+    def shift(self, dtype: torch.dtype) -> Float[Tensor, "2 t"] | None:
+        """`Fade.shift` of every query."""
+        return None if self.fade is None else _shift(self.fade, self.queries, self.frequencies.device, dtype)
+
+    def query(self, x: Tensor, region: Region, positions: range, *, back: bool = False) -> Tensor:
+        """Queries at these positions as a region has them, from stock RoPE; or gradients of such ones back to it."""
+        if region.fade is None or not region.fade.focus:
+            return self.turn(x, region.query, positions, back=back)
+        precise = torch.promote_types(x.dtype, torch.float32)
+        sharp = _sharpness(region.fade, positions, x.device, precise)[:, None]
+        cos, sin = (sharp * part for part in table(region.query, positions, self.frequencies, precise))
+        made = rotate(x, None, cos, -sin if back else sin, interleaved=self.law.rotary.interleaved)[0]
+        if (rest := 2 * cos.shape[1]) < x.shape[3]:  # dimensions that do not turn
+            made[..., rest:] = x[..., rest:] * sharp
+        return made
 
     def turn(self, x: Tensor, turn: Turn, positions: range, *, back: bool = False) -> Tensor:
         """Vectors at these positions, from stock RoPE to where `turn` puts them, or back."""
@@ -84,8 +101,18 @@ class Task:
 
 
 @lru_cache(maxsize=8)  # the layers of a model ask for the same one
-def _fade(fade: Fade, queries: range, device: torch.device, dtype: torch.dtype) -> Float[Tensor, " t"]:
-    return fade(torch.arange(queries.start, queries.stop)).to(device, dtype)
+def _shift(fade: Fade, queries: range, device: torch.device, dtype: torch.dtype) -> Float[Tensor, "2 t"]:
+    return fade.shift(torch.arange(queries.start, queries.stop)).to(device, dtype)
+
+
+@lru_cache(maxsize=8)
+def _sharpness(fade: Fade, queries: range, device: torch.device, dtype: torch.dtype) -> Float[Tensor, " t"]:
+    return fade.sharpness(torch.arange(queries.start, queries.stop)).to(device, dtype)
+
+
+Kind = tuple[Turn, Fade | None]
+"""How a region treats its queries."""
+PLAIN: Kind = (STOCK, None)
 
 
 class Blocked(torch.autograd.Function):
@@ -95,18 +122,20 @@ class Blocked(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, task: Task
     ) -> tuple[Float[Tensor, "b h t e"], Float[Tensor, "b h t"]]:
-        out, lse = _forward(task, q, k, v)
+        focused = task.fade is not None and task.fade.focus > 0
+        far = _empty(q, v) if focused and any(ctx.needs_input_grad) else None
+        out, lse = _forward(task, q, k, v, far)
         if sinks is not None:
             merge([(out, lse)], out, lse, sinks=sinks)
         ctx.task = task
-        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        ctx.save_for_backward(q, k, v, out, lse, sinks, *((None, None) if far is None else far[:2]))
         ctx.mark_non_differentiable(lse)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, do: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None]:
-        q, k, v, out, lse, sinks = ctx.saved_tensors
-        dq, dk, dv = _backward(ctx.task, q, k, v, out, lse, do)
+        q, k, v, out, lse, sinks, *far = ctx.saved_tensors
+        dq, dk, dv = _backward(ctx.task, q, k, v, out, lse, do, None if far[0] is None else Part(*far))
         dsinks = None
         if sinks is not None:
             weight = torch.exp(sinks[:, None] - lse) * (do * out).sum(-1)
@@ -114,32 +143,50 @@ class Blocked(torch.autograd.Function):
         return dq, dk, dv, dsinks, None
 
 
-def _forward(task: Task, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Run every block of every pass and merge its parts into the result."""
+def _empty(q: Tensor, v: Tensor) -> Part:
+    """Room for a result, in the layout of q: an output projection then finds a token's heads together."""
+    out = torch.empty_like(q) if v.shape[3] == q.shape[3] else q.new_empty(*q.shape[:3], v.shape[3])
+    return Part(out, torch.empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device))
+
+
+def _forward(task: Task, q: Tensor, k: Tensor, v: Tensor, far: Part | None) -> tuple[Tensor, Tensor]:
+    """Run every block of every pass and merge its parts into the result; those that fade alone into `far`, too."""
     if len(task.blocks) == 1 and len(task.blocks[0].calls) == 1:  # a prompt on which nothing is far
         (call,) = task.blocks[0].calls
         region = task.regions[call.region]
         if region.query == STOCK == region.key and region.fade is None:
             return task.backend.forward(q, k, v, call.shape == "causal", task.scale)
-    # In the layout of q: a model's output projection then finds a token's heads together, as with plain attention.
-    out = torch.empty_like(q) if v.shape[3] == q.shape[3] else q.new_empty(*q.shape[:3], v.shape[3])
-    lse = torch.empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+    result = _empty(q, v)
     fused = q.is_cuda and q.dtype != torch.float64
-    fade = task.fade(lse.dtype)
+    shift, fades = task.shift(result.lse.dtype), task.fade is not None
+    begun: set[int] = set()
     for slab, work in task.passes():
-        far: dict[Turn, Tensor] = {}
+        turned: dict[Turn, Tensor] = {}
         for block, calls in work:
             here = _rows(block.rows, task.queries)
-            total = Part(out[:, :, here], lse[:, :, here])
-            parts = _forward_block(task, q, k, v, block, calls, slab, far)
+            total = result.rows(here)
+            parts = _forward_block(task, q, k, v, block, calls, slab, turned)
+            if block.rows.start in begun:  # what is there is of far keys only, until the last pass
+                parts.insert(0, total._replace(faded=fades))
+            begun.add(block.rows.start)
             if slab.start:
-                parts.append(total)
-            less = None if fade is None else fade[here]
-            merge_checked(parts[:MOST], total.out, total.lse, fade=less, fused=fused)
-            for n in range(MOST, len(parts), MOST - 1):
-                merge_checked([total, *parts[n : n + MOST - 1]], total.out, total.lse, fade=less, fused=fused)
-            del parts  # before the next block's are made
-    return out, lse
+                _merged([part._replace(faded=False) for part in parts], total, None, fused)
+                continue
+            faded = [part for part in parts if part.faded]
+            if faded and (far is not None or len(parts) > MOST):
+                together = total if far is None else far.rows(here)
+                _merged([part._replace(faded=False) for part in faded], together, None, fused)
+                faded = [together._replace(faded=True)]
+            _merged([*faded, *(part for part in parts if not part.faded)], total, shift[:, here] if faded else None, fused)
+            del parts, faded  # before the next block's are made
+    return result.out, result.lse
+
+
+def _merged(parts: list[Part], total: Part, shift: Tensor | None, fused: bool) -> None:
+    """Any number of parts into `total`, which may be the first of them, as may be the only one that fades beyond MOST."""
+    merge_checked(parts[:MOST], total.out, total.lse, fade=shift, fused=fused)
+    for n in range(MOST, len(parts), MOST - 1):
+        merge_checked([total, *parts[n : n + MOST - 1]], total.out, total.lse, fused=fused)
 
 
 def _forward_block(
@@ -147,12 +194,12 @@ def _forward_block(
 ) -> list[Part]:
     """Run the calls of a block. Regions come one after the other, so one turned copy of the queries lives at a time."""
     stock = q[:, :, _rows(block.rows, task.queries)]
-    turn, turned = STOCK, stock
+    of, turned = PLAIN, stock
     parts = []
     for call in calls:
         region = task.regions[call.region]
-        if region.query != turn:
-            turn, turned = region.query, task.turn(stock, region.query, block.rows)
+        if (region.query, region.fade) != of:
+            of, turned = (region.query, region.fade), task.query(stock, region, block.rows)
         keys, first = _keys(task, k, region.key, call, slab, far)
         start = call.query - block.rows.start
         parts.append(
@@ -191,51 +238,68 @@ def _run(task: Task, call: Call, start: int, q: Tensor, k: Tensor, v: Tensor) ->
 
 
 def _backward(
-    task: Task, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, do: Tensor
+    task: Task, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, do: Tensor, far: Part | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Every block's backward with the whole row's output and log-sum-exp; sums in at least float32."""
+    """Every block's backward with the whole row's output and log-sum-exp; sums in at least float32.
+
+    A call computes P = exp(s - lse) and P (dP - rowsum(do · out)). Where parts fade, with e = 1 - 1/τ and ℓ, o their
+    own log-sum-exp and output, their weights are exp(τ s - e ℓ - loss - lse), and since ℓ depends on the scores, too,
+    (1 - e) out + e o stands in the place of out.
+    """
     precise = torch.promote_types(q.dtype, torch.float32)
     dq = torch.empty_like(q)
     dk: dict[Turn, Tensor] = {STOCK: torch.zeros(k.shape, dtype=precise, device=k.device)}
     dv = torch.zeros(v.shape, dtype=precise, device=v.device)
-    far: dict[Turn, Tensor] = {}
-    # A faded part's weights are exp(s - fade - lse): its backward sees a larger log-sum-exp.
-    fade = task.fade(lse.dtype)
-    faded = lse if fade is None else lse + fade
+    turned_keys: dict[Turn, Tensor] = {}
+    shift = task.shift(lse.dtype)
     for block in schedule(task.regions, task.queries, task.keys, task.backward_rows):
         here = _rows(block.rows, task.queries)
-        turned: dict[Turn, Tensor] = {STOCK: q[:, :, here]}
-        parts: dict[Turn, list[Part]] = {STOCK: []}
+        whole = Part(out, lse).rows(here)
+        faded = whole if shift is None else _seen_by_faded(whole, far and far.rows(here), shift[:, here])
+        turned: dict[Kind, Tensor] = {PLAIN: q[:, :, here]}
+        parts: dict[Kind, list[Part]] = {PLAIN: []}
+        regions: dict[Kind, Region] = {}
         for call in block.calls:
             region = task.regions[call.region]
-            if region.query not in turned:
-                turned[region.query] = task.turn(turned[STOCK], region.query, block.rows)
+            kind = (region.query, region.fade)
+            if kind not in turned:
+                turned[kind], regions[kind] = task.query(turned[PLAIN], region, block.rows), region
             if region.key not in dk:
                 dk[region.key] = torch.zeros_like(dk[STOCK])
-                far[region.key] = task.turn(k, region.key, task.keys)
+                turned_keys[region.key] = task.turn(k, region.key, task.keys)
             start = call.query - block.rows.start
+            seen = whole if region.fade is None else faded
             gq, gk, gv = _gradients(
                 task,
                 call,
                 _window(do[:, :, here], start, call.rows, call),
-                _window(turned[region.query], start, call.rows, call),
-                _window(far.get(region.key, k), call.key, call.columns, call),
+                _window(turned[kind], start, call.rows, call),
+                _window(turned_keys.get(region.key, k), call.key, call.columns, call),
                 _window(v, call.key, call.columns, call),
-                _window(out[:, :, here], start, call.rows, call),
-                _window((lse if region.fade is None else faded)[:, :, here, None], start, call.rows, call)[..., 0],
+                _window(seen.out, start, call.rows, call),
+                _window(seen.lse[..., None], start, call.rows, call)[..., 0],
             )
-            parts.setdefault(region.query, []).append(Part(gq, gq, start, call.step if call.times > 1 else 0))
+            parts.setdefault(kind, []).append(Part(gq, gq, start, call.step if call.times > 1 else 0))
             _add(dk[region.key], gk, call.key, call)
             _add(dv, gv, call.key, call)
-        for turn, some in parts.items():
-            if turn != STOCK:
-                total = torch.empty(turned[STOCK].shape, dtype=precise, device=q.device)
-                add_up(some, total)
-                back = task.turn(total, turn, block.rows, back=True)
-                parts[STOCK].append(Part(back, back))
-        add_up(parts[STOCK], dq[:, :, here])
+        for kind, region in regions.items():
+            total = torch.empty(turned[PLAIN].shape, dtype=precise, device=q.device)
+            add_up(parts[kind], total)
+            back = task.query(total, region, block.rows, back=True)
+            parts[PLAIN].append(Part(back, back))
+        add_up(parts[PLAIN], dq[:, :, here])
     keys = [task.turn(g, turn, task.keys, back=True) for turn, g in dk.items()]
     return dq, sum(keys[1:], keys[0]).to(k.dtype), dv.to(v.dtype)
+
+
+def _seen_by_faded(whole: Part, far: Part | None, shift: Float[Tensor, "2 t"]) -> Part:
+    """The output and the log-sum-exp that the backward of a faded part sees."""
+    eased, loss = shift
+    if far is None:  # no focus, so e = 0
+        return Part(whole.out, whole.lse + loss)
+    e = eased[:, None]
+    out = (1 - e) * whole.out + e * far.out
+    return Part(out.to(whole.out.dtype), whole.lse + eased * far.lse + loss)
 
 
 def _gradients(

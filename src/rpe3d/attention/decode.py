@@ -93,22 +93,22 @@ def step(x: Inputs) -> Step:
 class Plan:
     """A law as the kernel is compiled for it.
 
-    The chunk that tiles keep to (None: no chunks); for each region its band, as (unit, first, last, keys), whether it
-    turns q at all, and whether it fades.
+    The chunk that tiles keep to (None: no chunks); for each region its band, as (unit, first, last, keys), and whether
+    it turns q at all; whether the first region fades, as none of the others does.
     """
 
     chunk: int | None = None
     bands: tuple[tuple[int, int, int, int], ...] = ()
     turning: tuple[bool, ...] = ()
-    fading: tuple[bool, ...] = ()
+    fades: bool = False
     refusal: str | None = None
 
 
 @lru_cache(maxsize=64)
 def plan(law: Law) -> Plan:
     """How the kernel runs a law. The cache saves a decoding step the making of regions, and holds nothing else."""
-    chunks, turning = set(), []
-    for region in law.regions:
+    chunks, turning, regions = set(), [], _ordered(law)
+    for region in regions:
         if region.unit > 1:
             chunks.add(region.unit)
         key_still = still(region.key)
@@ -122,8 +122,15 @@ def plan(law: Law) -> Plan:
     chunk = chunks.pop() if chunks else None
     if chunk is not None and chunk < LEAST_CHUNK:
         return Plan(refusal=f"its chunks of {chunk} tokens are shorter than {LEAST_CHUNK}")
-    fading = tuple(region.fade is not None for region in law.regions)
-    return Plan(chunk=chunk, bands=tuple(map(band, law.regions)), turning=tuple(turning), fading=fading)
+    if any(region.fade is not None for region in regions[1:]):
+        return Plan(refusal="more than one of its regions fades")
+    fades = any(region.fade is not None for region in regions)
+    return Plan(chunk=chunk, bands=tuple(map(band, regions)), turning=tuple(turning), fades=fades)
+
+
+def _ordered(law: Law) -> list[Region]:
+    """The regions as the kernel walks them: one that fades first, since the others then need not know of it."""
+    return sorted(law.regions, key=lambda region: region.fade is None)
 
 
 def band(region: Region) -> tuple[int, int, int, int]:
@@ -151,7 +158,7 @@ def table(law: Law, device: torch.device) -> Float64[Tensor, " n"]:
     A pure function of a frozen law. It is cached because a copy to the device has no place in a captured graph, and it
     is float64 because a kernel's own scalars are float32, whose steps at position 1,000,000 are 0.06.
     """
-    rows = [number for region in law.regions for number in region_row(region)]
+    rows = [number for region in _ordered(law) for number in region_row(region)]
     theta = law.frequencies() if any(plan(law).turning) else torch.zeros(0, dtype=torch.float64)
     return torch.cat([torch.tensor(rows, dtype=torch.float64), theta / (2 * math.pi)]).to(device)
 
@@ -159,7 +166,7 @@ def table(law: Law, device: torch.device) -> Float64[Tensor, " n"]:
 def region_row(region: Region) -> list[float]:
     """A region's turns and fading in fifteen numbers; angles in whole turns, so that the kernel drops them by rounding.
 
-    The query's turn, the key's as its shift x(p) - p = slope · j + start in chunk j, and rate, start and 1 / span.
+    The query's turn, the key's as its shift x(p) - p = slope · j + start in chunk j, and rate, focus and span.
     """
     query, key = region.query, region.key
     chunkwise = not still(key)
@@ -174,7 +181,7 @@ def region_row(region: Region) -> list[float]:
         *_phase(query.phase),
         *_phase(key.phase),
         (_constant(query.phase) - _constant(key.phase)) / (2 * math.pi),
-        *((0.0, 0.0, 1.0) if region.fade is None else (region.fade.rate, region.fade.start, 1 / region.fade.span)),
+        *((0.0, 0.0, 2.0) if region.fade is None else (region.fade.rate, region.fade.focus, region.fade.span)),
     ]
 
 

@@ -93,9 +93,11 @@ def _query_turn(row, p):
 @triton.jit
 @no_type_check
 def _fade(row, p):
-    """Fade(p), in base 2: what the scores of a region lose."""
-    times = ((p.to(tl.float64) - tl.load(row + 13)) * tl.load(row + 14)).to(tl.float32)
-    return tl.load(row + 12).to(tl.float32) * tl.log2(tl.maximum(times, 1.0))
+    """Fade.shift of queries at p, the loss in base 2."""
+    span = tl.load(row + 14).to(tl.float32)
+    beyond = tl.log2(tl.maximum(p.to(tl.float32) / span, 1.0))
+    eased = 1.0 - tl.exp2(-tl.load(row + 13).to(tl.float32) * tl.log2(1.0 + beyond / tl.log2(span)))
+    return eased, tl.load(row + 12).to(tl.float32) * beyond
 
 
 @triton.jit
@@ -153,11 +155,71 @@ def _finish(out, lse, sinks, head, live, largest, total, acc, DIM: tl.constexpr,
 
 @triton.jit
 @no_type_check
-def _merge(
-    parts, logs, splits, written, out, lse, out_h, out_t, sinks, first_head, first_of_group, first_row,
-    QUERIES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+def _log(largest, total):
+    """log2 of a sum that is total · 2^largest."""
+    return tl.where(total == 0.0, float("-inf"), largest + tl.log2(tl.where(total == 0.0, 1.0, total)))
+
+
+@triton.jit
+@no_type_check
+def _if(condition, live):
+    """`live` where one condition holds for all rows, else nothing. (The interpreter knows no `&` of a scalar.)"""
+    return tl.where(condition, live.to(tl.int32), 0) != 0
+
+
+@triton.jit
+@no_type_check
+def _leave(parts, logs, at, slot, slots, columns, written, largest, total, acc, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Write a share of rows `at` to a slot: `written` of them."""
+    d = tl.arange(0, WIDTH)[None, :]
+    divisor = tl.where(total == 0.0, 1.0, total)
+    tl.store(logs + at * columns + slot, _log(largest, total), mask=written)
+    place = parts + (at * slots + slot)[:, None] * DIM + d
+    tl.store(place, acc / divisor[:, None], mask=written[:, None] & (d < DIM))
+
+
+@triton.jit
+@no_type_check
+def _end_of_faded(
+    parts, logs, at, splits, begin, share, end, tiles, eased, loss, live, largest, total, acc,
+    SPLIT: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of the result from their splits, of which the first `written` have a share.
+    """After the region that fades, of `tiles`: what its keys weigh; the slot of what follows, and the sums so far.
+
+    Splits leave what they weigh to the merge. The one at the region's end keeps the others' keys in the slot after all
+    splits', and leaves the rows' shift after that.
+    """
+    slot = begin // share
+    if SPLIT:
+        across = (begin < tiles) & (end > tiles)
+        _leave(
+            parts, logs, at, slot, splits + 1, splits + 3, _if(across, live), largest, total, acc, DIM, WIDTH
+        )  # fmt: skip
+        last = tl.maximum(tiles - 1, 0)
+        border = (begin <= last) & (last < begin + share)
+        logs += at * (splits + 3) + splits
+        none = tl.zeros_like(largest)
+        tl.store(logs, none - float("inf"), mask=_if(border & ((begin >= tiles) | (end <= tiles)), live))
+        tl.store(logs + 1, none + eased, mask=_if(border, live))
+        tl.store(logs + 2, none + loss, mask=_if(border, live))
+        slot = tl.where(across, splits, slot)
+        largest = tl.where(across, float("-inf"), largest)
+        total = tl.where(across, 0.0, total)
+        acc = tl.where(across, 0.0, acc)
+    else:
+        largest -= eased * tl.where(total == 0.0, 0.0, _log(largest, total)) + loss
+    return slot, largest, total, acc
+
+
+@triton.jit
+@no_type_check
+def _merge(
+    parts, logs, splits, written, faded, out, lse, out_h, out_t, sinks, first_head, first_of_group, first_row,
+    FADES: tl.constexpr, QUERIES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
+    DIM: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows of the result from their splits, of which the first `written` have a share, the first `faded` of them
+    one that fades.
 
     As many splits at a time as registers hold; what other programs wrote is read past the nearest cache.
     """
@@ -166,16 +228,38 @@ def _merge(
     head, t, live = first_of_group + m // QUERIES, m % QUERIES, m < QUERIES * GROUP
     at = (first_head + head) * QUERIES + t
     d = tl.arange(0, WIDTH)[None, None, :]
+    slots, columns, shares = splits, splits, written
+    if FADES:
+        slots, columns, shares = splits + 1, splits + 3, written + 1
+        most = tl.full([ROWS], float("-inf"), tl.float32)
+        sum = tl.zeros([ROWS], tl.float32)
+        for first in range(0, faded, STEP):
+            some = first + tl.arange(0, STEP)
+            held = live[:, None] & (some < faded)[None, :]
+            place = logs + at[:, None] * columns + some[None, :]
+            log = tl.load(place, mask=held, other=float("-inf"), cache_modifier=".cg")
+            larger = tl.maximum(most, tl.max(log, 1))
+            safe = tl.where(larger == float("-inf"), 0.0, larger)
+            sum = sum * tl.exp2(most - safe) + tl.sum(tl.exp2(log - safe[:, None]), 1)
+            most = larger
+        eased = tl.load(logs + at * columns + splits + 1, mask=live, other=0.0, cache_modifier=".cg")
+        loss = tl.load(logs + at * columns + splits + 2, mask=live, other=0.0, cache_modifier=".cg")
+        loss += eased * tl.where(sum == 0.0, 0.0, _log(most, sum))
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, WIDTH], tl.float32)
-    for first in range(0, written, STEP):
+    for first in range(0, shares, STEP):
         some = first + tl.arange(0, STEP)
-        place = at[:, None] * splits + some[None, :]
-        held = live[:, None] & (some < written)[None, :]
-        wrote = held[:, :, None] & (d < DIM)
-        part = tl.load(parts + place[:, :, None] * DIM + d, mask=wrote, other=0.0, cache_modifier=".cg")
-        log = tl.load(logs + place, mask=held, other=float("-inf"), cache_modifier=".cg")
+        slot = some
+        if FADES:
+            slot = tl.where(some == written, splits, some)
+        held = live[:, None] & (some < shares)[None, :]
+        log = tl.load(logs + at[:, None] * columns + slot[None, :], mask=held, other=float("-inf"), cache_modifier=".cg")
+        place = (at[:, None] * slots + slot[None, :])[:, :, None] * DIM + d
+        part = tl.load(parts + place, mask=held[:, :, None] & (d < DIM), other=0.0, cache_modifier=".cg")
+        part = tl.where((log == float("-inf"))[:, :, None], 0.0, part)  # perhaps never written
+        if FADES:
+            log -= tl.where((some < faded)[None, :], loss[:, None], 0.0)
         larger = tl.maximum(largest, tl.max(log, 1))
         safe = tl.where(larger == float("-inf"), 0.0, larger)
         weight = tl.exp2(log - safe[:, None])
@@ -245,7 +329,7 @@ def _decode_kernel(
     INTERLEAVED: tl.constexpr,
     BANDS: tl.constexpr,
     TURNING: tl.constexpr,
-    FADING: tl.constexpr,
+    FADES: tl.constexpr,
     CHUNK: tl.constexpr,
     SPLIT: tl.constexpr,
     LEAST_TILES: tl.constexpr,
@@ -257,8 +341,9 @@ def _decode_kernel(
     """BLOCK_M rows (queries x heads of one group) against one split of the keys.
 
     With SPLIT, a split leaves its share in parts [b, h, t, splits, d] and logs [b, h, t, splits], in base 2 (one
-    without keys leaves -inf there and nothing else), counts itself in `arrivals`, one zero per tile of rows, and
-    merges if it is the last, which leaves the zero as it was.
+    without keys leaves nothing), counts itself in `arrivals`, one zero per tile of rows, and
+    merges if it is the last, which leaves the zero as it was. Where a region fades, parts have one slot more and logs
+    three: see `_end_of_faded`.
     """
     split = tl.program_id(0)
     BLOCKS: tl.constexpr = (QUERIES * GROUP + BLOCK_M - 1) // BLOCK_M
@@ -319,7 +404,8 @@ def _decode_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
 
-    before = 0
+    at = (b * heads + head) * QUERIES + t
+    before, faded, slot = 0, 0, split
     for r in tl.static_range(len(BANDS)):
         row = table + r * ROW
         low, high, first_tile, count = _tiles(BANDS, r, lowest, highest, start, stop, CHUNK, BLOCK_N)
@@ -329,8 +415,9 @@ def _decode_kernel(
         if (TURNING >> r) & 1:
             x, phase = _query_turn(row, p)
             slope, key_phase, key_rate = tl.load(row + 5), tl.load(row + 9), tl.load(row + 10)
-        if (FADING >> r) & 1:
-            fade = _fade(row, p)
+        if FADES and r == 0:
+            eased, loss = _fade(row, p)
+            sharp = 1.0 / (1.0 - eased)
         for tile in range(first_tile + tl.maximum(begin - before, 0), first_tile + tl.minimum(end - before, count)):
             j = tile // PER_CHUNK
             within = (tile - j * PER_CHUNK) * BLOCK_N
@@ -354,8 +441,8 @@ def _decode_kernel(
             if softcap is not None:
                 fall = tl.exp2(-2.8853900817779268 * tl.abs(score))
                 score = softcap * tl.where(score < 0, -1.0, 1.0) * (1.0 - fall) / (1.0 + fall)
-            if (FADING >> r) & 1:
-                score -= fade[:, None]
+            if FADES and r == 0:
+                score *= sharp[:, None]
             seen = exist[None, :]
             if QUERIES > 1:
                 seen = seen & (column[None, :] >= (row_low - position)[:, None])
@@ -373,23 +460,26 @@ def _decode_kernel(
             acc = _dot(weight.to(value.dtype), value, acc * kept[:, None], WIDEN)
             largest = larger
         before += count
+        if FADES and r == 0:
+            faded = count
+            slot, largest, total, acc = _end_of_faded(
+                parts, logs, at, splits, begin, share, end, count, eased, loss, live, largest, total, acc,
+                SPLIT, DIM, WIDTH,
+            )  # fmt: skip
 
-    at = (b * heads + head) * QUERIES + t
     if SPLIT:
-        divisor = tl.where(total == 0.0, 1.0, total)
-        log = tl.where(total == 0.0, float("-inf"), largest + tl.log2(divisor))
-        tl.store(logs + at * splits + split, log, mask=live)
-        wrote = m < tl.where(begin < tiles, QUERIES * GROUP, 0)
-        place = parts + (at * splits + split)[:, None] * DIM + d
-        tl.store(place, acc / divisor[:, None], mask=wrote[:, None] & (d < DIM))
+        _leave(
+            parts, logs, at, slot, splits + FADES, splits + 3 * FADES, _if(begin < tiles, live), largest, total, acc,
+            DIM, WIDTH,
+        )  # fmt: skip
         tl.debug_barrier()  # all of this program's shares are on their way before it counts itself
         arrivals += tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
         if tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == splits - 1:
             tl.store(arrivals, 0)
             first_row = (tl.program_id(1) % BLOCKS) * BLOCK_M
             _merge(
-                parts, logs, splits, tl.cdiv(tiles, share), out + b * out_b, lse, out_h, out_t, sinks,
-                b * heads, group * GROUP, first_row, QUERIES, GROUP, ROWS, DIM, WIDTH,
+                parts, logs, splits, tl.cdiv(tiles, share), tl.cdiv(faded, share), out + b * out_b, lse, out_h, out_t,
+                sinks, b * heads, group * GROUP, first_row, FADES, QUERIES, GROUP, ROWS, DIM, WIDTH,
             )  # fmt: skip
     else:
         out += b * out_b + head.to(tl.int64) * out_h + t * out_t
@@ -442,6 +532,11 @@ def tile(rows: int, width: int, itemsize: int, chunk: int | None) -> dict[str, i
     }
 
 
+def scratch(splits: int, plan: Plan) -> tuple[int, int]:
+    """How many shares, and how many numbers about them, a row of the result leaves; none where nothing is split."""
+    return (splits + plan.fades, splits + 3 * plan.fades) if splits > 1 else (0, 0)
+
+
 class Step:
     """A decoding step: all that is the same for every layer of a model, settled once.
 
@@ -458,7 +553,7 @@ class Step:
         blocks = _cdiv(rows, block_m)
         splits = splits or split(b * g * blocks, s, _processors(self.device))
         self.shape = (b, h, t)
-        self.shares = b * h * t * splits if splits > 1 else 0
+        self.rows, (self.slots, self.columns) = b * h * t, scratch(splits, plan)
         self.counters = b * g * blocks
         tensors, strides = _optional(x)
         self.launch = _decode.bind(
@@ -488,7 +583,7 @@ class Step:
                 "INTERLEAVED": x.law.rotary.interleaved,
                 "BANDS": plan.bands,
                 "TURNING": sum(turns << r for r, turns in enumerate(plan.turning)),
-                "FADING": sum(fades << r for r, fades in enumerate(plan.fading)),
+                "FADES": plan.fades,
                 "CHUNK": block_n if plan.chunk is None else plan.chunk,  # without chunks, tiles are as good
                 "SPLIT": splits > 1,
                 "LEAST_TILES": least_tiles,
@@ -505,10 +600,10 @@ class Step:
         out = torch.empty_like(q)
         lse = torch.empty(self.shape, dtype=torch.float32, device=self.device)
         parts = logs = arrivals = None
-        if self.shares:
-            d = q.shape[3]
-            parts = torch.empty(self.shares * (d + 1), dtype=torch.float32, device=self.device)
-            logs, arrivals = parts[self.shares * d :], zeros(self.counters, self.device)
+        if self.slots:
+            shares = self.rows * self.slots * q.shape[3]
+            parts = torch.empty(shares + self.rows * self.columns, dtype=torch.float32, device=self.device)
+            logs, arrivals = parts[shares:], zeros(self.counters, self.device)
         self.launch(q, k, v, out, lse, parts, logs, arrivals, None if sinks is None else sinks.contiguous())
         return out, lse
 

@@ -24,6 +24,14 @@ from rpe3d.geometry import Region
 from rpe3d.rotation import cos_sin, rotate
 
 
+@dataclass(frozen=True)
+class Weighing:
+    """A `Fade` at the positions of all rows: its sharpness [r, 1] and its shift [2, r]."""
+
+    sharpness: Tensor
+    shift: Tensor
+
+
 @dataclass(frozen=True, kw_only=True)
 class Piece:
     """Keys that are read in one call: `runs` stretches of equal length, each of which the queries meet turned anew."""
@@ -36,8 +44,8 @@ class Piece:
     """By how much the keys are turned."""
     mask: Float[Tensor, "n 1 r c"] | None = None
     """Added to the scores: -inf where a row does not see a key. None: all see all."""
-    fade: Float[Tensor, " r"] | None = None
-    """What the weight of these keys loses, for every row."""
+    fade: Weighing | None = None
+    """How these keys weigh, for every row."""
 
 
 @dataclass(frozen=True)
@@ -78,16 +86,30 @@ class Step:
         if part.table is not None:
             copies = q.reshape(1, b * h, t, d).expand(len(part.table[0]), -1, -1, -1)
             turned = rotate(copies, None, *part.table, interleaved=self.interleaved)[0].reshape(-1, *rows.shape[1:])
-        results = []
+        results, faded = [], []
         for piece in part.pieces:
             keys, values = (y[:, piece.keys].unflatten(1, (piece.runs, -1)).transpose(0, 1) for y in (k, v))
             if piece.table is not None:
                 keys = rotate(keys, None, *piece.table, interleaved=self.interleaved)[0]
             here = rows if piece.turns is None else turned[piece.turns]
-            some, log = self.attend(here, keys, values, piece.mask)
-            results.append((some, log if piece.fade is None else log - piece.fade))
+            sharpness = None if piece.fade is None else piece.fade.sharpness
+            results.append(self.attend(here, keys, values, piece.mask, sharpness))
+            if piece.fade is not None:
+                faded.append((len(results) - 1, piece.fade.shift))
+        _shift(results, faded)
         out, lse = _merged(results, rows, v, None if sinks is None else sinks.view(g, -1, 1).expand(b, g, -1, t))
         return out.view(b, h, t, -1), lse.reshape(b, h, t)
+
+
+def _shift(results: list[tuple[Tensor, Tensor]], faded: list[tuple[int, Tensor]]) -> None:
+    """Take from the pieces that fade what they lose together."""
+    if not faded:
+        return
+    together = torch.cat([results[i][1] for i, _ in faded]).logsumexp(0)
+    together = together.masked_fill(together == -torch.inf, 0.0)
+    for i, (eased, loss) in faded:
+        out, log = results[i]
+        results[i] = (out, log - (eased * together + loss))
 
 
 def _merged(
@@ -161,7 +183,11 @@ def _part(x: Inputs, batch: slice, queries: list[int], where: slice, positions: 
             offset = where.start - positions.start
             keys = slice(low + offset, high + offset)
             mask = _mask(x, seen, low, high, n)
-            fade = None if region.fade is None else region.fade(query).to(precise).repeat(rows // len(queries))
+            fade = None
+            if region.fade is not None:
+                sharpness, shift = region.fade.sharpness(query), region.fade.shift(query)
+                copies = rows // len(queries)
+                fade = Weighing(sharpness.to(precise).repeat(copies)[:, None], shift.to(precise).repeat(1, copies))
             pieces.append(Piece(keys=keys, runs=n, turns=turns, table=table, mask=mask, fade=fade))
     return Part(batch, pieces, cos_sin(torch.cat(angles), dtype=precise) if angles else None)
 
@@ -204,9 +230,12 @@ def _flash(
     k: Float[Tensor, "n g c d"],
     v: Float[Tensor, "n g c d"],
     mask: Float[Tensor, "n 1 r c"] | None,
+    sharpness: Float[Tensor, "r 1"] | None,
     scale: float,
 ) -> tuple[Float[Tensor, "n g r d"], Float[Tensor, "n g r"]]:
     """The CPU's attention, which calls the log-sum-exp of a row that sees nothing 0."""
+    if sharpness is not None:
+        q = (q * sharpness).to(q.dtype)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask, scale=scale)
     return out, lse if mask is None else lse.masked_fill((mask == -torch.inf).all(-1), -torch.inf)
 
@@ -216,6 +245,7 @@ def _products(
     k: Float[Tensor, "n g c d"],
     v: Float[Tensor, "n g c e"],
     mask: Float[Tensor, "n 1 r c"] | None,
+    sharpness: Float[Tensor, "r 1"] | None,
     scale: float,
     softcap: float | None,
 ) -> tuple[Float[Tensor, "n g r e"], Float[Tensor, "n g r"]]:
@@ -224,6 +254,8 @@ def _products(
     scores = torch.stack(products, 1).to(torch.promote_types(q.dtype, torch.float32)) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
+    if sharpness is not None:
+        scores = scores * sharpness
     if mask is not None:
         scores = scores + mask
     lse = scores.logsumexp(-1)

@@ -29,7 +29,11 @@ class Part(NamedTuple):
     start: int = 0
     step: int = 0
     faded: bool = False
-    """Its weight is less by `fade`, of which the merge has one for every row."""
+    """It is one of those that `fade` applies to, of which the merge has two numbers for every row."""
+
+    def rows(self, rows: slice) -> Part:
+        """Some rows of a whole result: views."""
+        return Part(self.out[:, :, rows], self.lse[:, :, rows])
 
 
 def merge(
@@ -38,18 +42,18 @@ def merge(
     lse: Float[Tensor, "b h t"],
     *,
     sinks: Float[Tensor, " h"] | None = None,
-    fade: Float[Tensor, " t"] | None = None,
+    fade: Float[Tensor, "2 t"] | None = None,
     impl: str = "auto",
 ) -> None:
     """out = Σ_i o_i exp(lse_i - lse), lse = log Σ_i exp(lse_i), written into the tensors given.
 
     One to twelve parts, any strides with a contiguous last dimension. A row that a part does not hold, or where lse_i
     is -inf, was not seen by it, and o_i is not looked at, whatever it holds; seen by none, a row is zeros and -inf.
-    `sinks` is one logit per head that joins the denominator alone. `fade` is first taken from the lse_i of parts that
-    are `faded`. `out` and `lse` may be those of one of the parts
-    (the very same memory: every element is read before it is written), and may not overlap them otherwise. No
-    gradient flows. impl: "torch" is plain operations, "triton" one pass over memory in float32, "auto" the kernel on
-    CUDA.
+    `sinks` is one logit per head that joins the denominator alone. `fade` is `Fade.shift` of every row: with l the
+    log-sum-exp of all parts that are `faded`, their lse_i first lose fade[0] · l + fade[1]. `out` and `lse` may be those
+    of one of the parts (the very same memory: every element is read before it is written), and may not overlap them
+    otherwise. No gradient flows. impl: "torch" is plain operations, "triton" one pass over memory in float32, "auto"
+    the kernel on CUDA.
     """
     choice("impl", impl, IMPLS)
     whole = [Part(*part) for part in parts]
@@ -107,8 +111,10 @@ def _plain(parts: Sequence[Part], out: Tensor, lse: Tensor, sinks: Tensor | None
     for log, part in zip(logs, parts, strict=False):
         for rows, seen in _held(part, part.lse):
             log[:, :, rows] = seen
-        if part.faded and fade is not None:
-            log -= fade
+    faded = [i for i, part in enumerate(parts) if part.faded]
+    if faded and fade is not None:
+        together = logs[faded].logsumexp(0)
+        logs[faded] -= fade[0] * together.masked_fill(together == -torch.inf, 0.0) + fade[1]
     if sinks is not None:
         logs[-1] = sinks.to(precise)[None, :, None]
     merged = logs.logsumexp(0)
@@ -153,6 +159,6 @@ def _check(parts: Sequence[Part], out: Tensor, lse: Tensor, sinks: Tensor | None
     if sinks is not None and sinks.shape != out.shape[1:2]:
         raise ConfigError(f"sinks is {tuple(sinks.shape)}", f"give one number per head, {tuple(out.shape[1:2])}")
     if fade is None and any(part.faded for part in parts):
-        raise ConfigError("a part is faded, and there is no fade", "give one number per row")
-    if fade is not None and (fade.shape != (t,) or fade.stride(0) != 1):
-        raise ConfigError(f"fade is {tuple(fade.shape)}", f"give one number per row, {(t,)}, contiguous")
+        raise ConfigError("a part is faded, and there is no fade", "give two numbers per row")
+    if fade is not None and (fade.shape != (2, t) or fade.stride(1) != 1):
+        raise ConfigError(f"fade is {tuple(fade.shape)}", f"give two numbers per row, {(2, t)}, contiguous in rows")

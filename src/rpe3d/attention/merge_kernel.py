@@ -32,8 +32,17 @@ def _row(first, tokens, place, ALIGNED: tl.constexpr, BLOCK_T: tl.constexpr):
     return n.to(tl.int64), row.to(tl.int64), held
 
 
+@triton.jit
+@no_type_check
+def _log(lse, strides, first, tokens, b, h, place, ALIGNED: tl.constexpr, BLOCK_T: tl.constexpr):
+    """A part's log-sum-exp of rows first .. first + BLOCK_T; -inf in those that it does not hold."""
+    n, row, held = _row(first, tokens, place, ALIGNED, BLOCK_T)
+    at = (n + b) * strides[0] + h * strides[1] + row * strides[2]
+    return tl.load(lse + at, mask=held, other=float("-inf")).to(tl.float32)
+
+
 # Lengths must not compile a kernel each. (Triton heeds this for plain arguments, not inside tuples.)
-@triton.jit(do_not_specialize=["tokens", "lse_b", "lse_h", "lse_t"])
+@triton.jit(do_not_specialize=["tokens", "lse_b", "lse_h", "lse_t", "fade_row"])
 @no_type_check
 def _merge_kernel(
     parts,
@@ -53,6 +62,7 @@ def _merge_kernel(
     lse_b,
     lse_h,
     lse_t,
+    fade_row,
     SINKS: tl.constexpr,
     FADED: tl.constexpr,
     PARTS: tl.constexpr,
@@ -74,15 +84,24 @@ def _merge_kernel(
     largest = tl.full([BLOCK_T], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_T], tl.float32)
     result = tl.zeros([BLOCK_T, WIDTH], tl.float32)
-    if FADED:
-        less = tl.load(fade + t, mask=live, other=0.0)
+    if FADED:  # what faded parts lose depends on all of them together
+        for i in tl.static_range(PARTS):
+            if (FADED >> i) & 1:
+                log = _log(lses[i], lse_strides[i], first, tokens, b, h, places[i], ALIGNED, BLOCK_T)
+                larger = tl.maximum(largest, log)
+                safe = tl.where(larger == float("-inf"), 0.0, larger)
+                total = total * tl.exp(largest - safe) + tl.exp(log - safe)
+                largest = larger
+        together = tl.where(total == 0.0, 0.0, largest + tl.log(tl.where(total == 0.0, 1.0, total)))
+        less = tl.load(fade + t, mask=live, other=0.0) * together + tl.load(fade + fade_row + t, mask=live, other=0.0)
+        largest = tl.full([BLOCK_T], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_T], tl.float32)
     for i in tl.static_range(PARTS):
-        n, row, held = _row(first, tokens, places[i], ALIGNED, BLOCK_T)
-        n += b
-        at = n * lse_strides[i][0] + h * lse_strides[i][1] + row * lse_strides[i][2]
-        log = tl.load(lses[i] + at, mask=held, other=float("-inf")).to(tl.float32)
+        log = _log(lses[i], lse_strides[i], first, tokens, b, h, places[i], ALIGNED, BLOCK_T)
         if (FADED >> i) & 1:
             log -= less
+        n, row, held = _row(first, tokens, places[i], ALIGNED, BLOCK_T)
+        n += b
         at = n * part_strides[i][0] + h * part_strides[i][1] + row * part_strides[i][2]
         o = tl.load(parts[i] + at[:, None] + j, mask=held[:, None] & (j < DIM), other=0.0).to(tl.float32)
         o = tl.where(log[:, None] == float("-inf"), 0.0, o)
@@ -176,6 +195,7 @@ def merge(parts: Sequence[Part], out: Tensor, lse: Tensor, sinks: Tensor | None,
             *out.shape[1:3],
             *out.stride()[:3],
             *lse.stride(),
+            0 if fade is None else fade.stride(0),
         ),
         {"SINKS": sinks is not None, "FADED": sum(part.faded << i for i, part in enumerate(parts)), **constants},
         _OPTIONS,

@@ -24,8 +24,11 @@ from rpe3d.attention.decode_kernel import (
     _band,
     _cdiv,
     _dot,
+    _end_of_faded,
     _fade,
     _finish,
+    _if,
+    _leave,
     _merge,
     _partner,
     _power,
@@ -33,6 +36,7 @@ from rpe3d.attention.decode_kernel import (
     _query_turn,
     _tiles,
     _turned,
+    scratch,
     split,
     tile,
 )
@@ -83,7 +87,7 @@ def _paged_kernel(
     INTERLEAVED: tl.constexpr,
     BANDS: tl.constexpr,
     TURNING: tl.constexpr,
-    FADING: tl.constexpr,
+    FADES: tl.constexpr,
     CHUNK: tl.constexpr,
     PAGE: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -142,7 +146,8 @@ def _paged_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
 
-    before = 0
+    at = (b * heads + head) * QUERIES + t
+    before, faded, slot = 0, 0, split
     for r in tl.static_range(len(BANDS)):
         row = table + r * ROW
         low, high, first_tile, count = _tiles(BANDS, r, lowest, highest, start, stop, CHUNK, BLOCK_N)
@@ -152,8 +157,9 @@ def _paged_kernel(
         if (TURNING >> r) & 1:
             x, phase = _query_turn(row, p)
             slope, key_phase, key_rate = tl.load(row + 5), tl.load(row + 9), tl.load(row + 10)
-        if (FADING >> r) & 1:
-            fade = _fade(row, p)
+        if FADES and r == 0:
+            eased, loss = _fade(row, p)
+            sharp = 1.0 / (1.0 - eased)
         for n in range(first_tile + tl.maximum(begin - before, 0), first_tile + tl.minimum(end - before, count)):
             j = n // PER_CHUNK
             within = (n - j * PER_CHUNK) * BLOCK_N
@@ -163,20 +169,20 @@ def _paged_kernel(
             exist = (column >= left) & (column < right)
             here = position.to(tl.int32) + column
             page = tl.load(pages + here // PAGE, mask=exist, other=0).to(tl.int64)
-            slot = here % PAGE
+            cell = here % PAGE
             if (TURNING >> r) & 1:  # noqa: SIM102 (a question to the compiler, then one to the device)
                 if j != turned_for:
                     turned = _turned(stock, there, sign, pairs, theta, x, phase, slope, key_phase, key_rate, j)
                     turned_for = j
 
             rows = exist[:, None] & (d < DIM)
-            key = tl.load(k + (page * k_p + slot * k_s)[:, None] + d, mask=rows, other=0.0)
+            key = tl.load(k + (page * k_p + cell * k_s)[:, None] + d, mask=rows, other=0.0)
             score = _dot(turned, tl.trans(key), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), WIDEN) * scale
             if softcap is not None:
                 fall = tl.exp2(-2.8853900817779268 * tl.abs(score))
                 score = softcap * tl.where(score < 0, -1.0, 1.0) * (1.0 - fall) / (1.0 + fall)
-            if (FADING >> r) & 1:
-                score -= fade[:, None]
+            if FADES and r == 0:
+                score *= sharp[:, None]
             seen = exist[None, :]
             if QUERIES > 1:
                 seen = seen & (column[None, :] >= (row_low - position)[:, None])
@@ -188,27 +194,30 @@ def _paged_kernel(
             weight = tl.exp2(score - safe[:, None])
             kept = tl.exp2(largest - safe)
             total = total * kept + tl.sum(weight, 1)
-            value = tl.load(v + (page * v_p + slot * v_s)[:, None] + d, mask=rows, other=0.0)
+            value = tl.load(v + (page * v_p + cell * v_s)[:, None] + d, mask=rows, other=0.0)
             acc = _dot(weight.to(value.dtype), value, acc * kept[:, None], WIDEN)
             largest = larger
         before += count
+        if FADES and r == 0:
+            faded = count
+            slot, largest, total, acc = _end_of_faded(
+                parts, logs, at, splits, begin, share, end, count, eased, loss, live, largest, total, acc,
+                SPLIT, DIM, WIDTH,
+            )  # fmt: skip
 
-    at = (b * heads + head) * QUERIES + t
     if SPLIT:
-        divisor = tl.where(total == 0.0, 1.0, total)
-        log = tl.where(total == 0.0, float("-inf"), largest + tl.log2(divisor))
-        tl.store(logs + at * splits + split, log, mask=live)
-        wrote = m < tl.where(begin < tiles, QUERIES * GROUP, 0)
-        place = parts + (at * splits + split)[:, None] * DIM + d
-        tl.store(place, acc / divisor[:, None], mask=wrote[:, None] & (d < DIM))
+        _leave(
+            parts, logs, at, slot, splits + FADES, splits + 3 * FADES, _if(begin < tiles, live), largest, total, acc,
+            DIM, WIDTH,
+        )  # fmt: skip
         tl.debug_barrier()  # all of this program's shares are on their way before it counts itself
         arrivals += tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
         if tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == splits - 1:
             tl.store(arrivals, 0)
             first_row = (tl.program_id(1) % BLOCKS) * BLOCK_M
             _merge(
-                parts, logs, splits, tl.cdiv(tiles, share), out + b * out_b, lse, out_h, out_t, sinks,
-                b * heads, group * GROUP, first_row, QUERIES, GROUP, ROWS, DIM, WIDTH,
+                parts, logs, splits, tl.cdiv(tiles, share), tl.cdiv(faded, share), out + b * out_b, lse, out_h, out_t,
+                sinks, b * heads, group * GROUP, first_row, FADES, QUERIES, GROUP, ROWS, DIM, WIDTH,
             )  # fmt: skip
     else:
         out += b * out_b + head.to(tl.int64) * out_h + t * out_t
@@ -254,10 +263,11 @@ def attend(
     out = torch.empty((b, t, h, d), dtype=q.dtype, device=device).transpose(1, 2)
     lse = torch.empty((b, h, t), dtype=torch.float32, device=device)
     parts = logs = arrivals = None
-    if splits > 1:
-        shares = b * h * t * splits
-        parts = torch.empty(shares * (d + 1), dtype=torch.float32, device=device)
-        logs, arrivals = parts[shares * d :], zeros(b * g * blocks, device)
+    slots, columns = scratch(splits, made)
+    if slots:
+        shares = b * h * t * slots * d
+        parts = torch.empty(shares + b * h * t * columns, dtype=torch.float32, device=device)
+        logs, arrivals = parts[shares:], zeros(b * g * blocks, device)
     launch = _paged.bind(
         device,
         (splits, g * blocks, b),
@@ -282,7 +292,7 @@ def attend(
             "INTERLEAVED": law.rotary.interleaved,
             "BANDS": made.bands,
             "TURNING": sum(turns << r for r, turns in enumerate(made.turning)),
-            "FADING": sum(fades << r for r, fades in enumerate(made.fading)),
+            "FADES": made.fades,
             "CHUNK": block_n if made.chunk is None else made.chunk,
             "PAGE": page,
             "SPLIT": splits > 1,

@@ -63,7 +63,8 @@ class Step:
     """
 
     def __init__(self, x: Inputs, spans: Sequence[Span], **options: Any) -> None:
-        self.regions, self.interleaved = x.law.regions, x.law.rotary.interleaved
+        self.regions = tuple(sorted(x.law.regions, key=lambda region: region.fade is None))  # as the kernel wants them
+        self.interleaved = x.law.rotary.interleaved
         same = _same(x, spans)
         query, key = (same.queries, same.keys) if same else x.positions()
         theta = x.frequencies

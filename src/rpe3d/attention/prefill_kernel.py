@@ -3,7 +3,8 @@
 
 Every region of the law comes with its own turned queries and keys. For the rows of a tile of queries a region is an
 interval of keys, whose ends rise with the row. Keys that all rows see are walked without a mask; the edges, where the
-ends lie, in a second loop with one. A pair in no region costs nothing.
+ends lie, in a second loop with one. A pair in no region costs nothing. A region that fades comes first: what its keys
+weigh together is known when they have been seen, and all that it takes then is a shift of the running maximum.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rpe3d.attention.decode import band
-from rpe3d.geometry import Fade, Region
+from rpe3d.geometry import Region
 from rpe3d.rotation.launch import Bound, Launcher
 
 LOWEST = tl.constexpr(-3.0e38)  # below every score, and finite: what is less than it by infinity weighs 0, not NaN
@@ -47,12 +48,24 @@ def _dot(a, b, acc, WIDEN: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 @no_type_check
+def _fade(fade, p):
+    """Fade.shift of queries at p, the loss in base 2. A fade is rate, focus, span."""
+    beyond = tl.log2(tl.maximum(p.to(tl.float32) / fade[2], 1.0))
+    eased = 1.0 - tl.exp2(-fade[1] * tl.log2(1.0 + beyond / tl.log2(fade[2])))
+    return eased, fade[0] * beyond
+
+
+@triton.jit
+@no_type_check
 def _tile(
-    q, k, v, n, k_s, v_s, low, high, least, most, fade, largest, total, acc, bend, scale,
-    EDGE: tl.constexpr, FADES: tl.constexpr, DIM: tl.constexpr, BLOCK_N: tl.constexpr,
+    q, k, v, n, k_s, v_s, low, high, least, most, largest, total, acc, bend, scale,
+    EDGE: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_N: tl.constexpr,
     WIDEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One step of online softmax: keys n .. n + BLOCK_N. At an EDGE row r sees [low_r, high_r) of [least, most)."""
+    """One step of online softmax: keys n .. n + BLOCK_N. At an EDGE row r sees [low_r, high_r) of [least, most).
+
+    `scale` is one number, or with ROWS one for every row.
+    """
     WIDTH: tl.constexpr = q.shape[1]
     column = tl.arange(0, BLOCK_N)
     d = tl.arange(0, WIDTH)
@@ -73,11 +86,10 @@ def _tile(
     if EDGE:
         seen = (n + column[None, :] >= low[:, None]) & (n + column[None, :] < high[:, None])
         score = tl.where(seen, score, float("-inf"))
-    if FADES:
-        larger = tl.maximum(largest, tl.max(score, 1) * scale - fade)
-        weight = tl.exp2(score * scale - (larger + fade)[:, None])
+    larger = tl.maximum(largest, tl.max(score, 1) * scale)
+    if ROWS:
+        weight = tl.exp2(score * scale[:, None] - larger[:, None])
     else:
-        larger = tl.maximum(largest, tl.max(score, 1) * scale)
         weight = tl.exp2(score * scale - larger[:, None])
     kept = tl.exp2(largest - larger)
     total = total * kept + tl.sum(weight, 1)
@@ -106,7 +118,7 @@ def _prefill_kernel(
     sinks,
     spans,
     bands,
-    fades,
+    fade,
     q_strides,
     k_strides,
     queries,
@@ -125,7 +137,7 @@ def _prefill_kernel(
     out_h,
     out_t,
     REGIONS: tl.constexpr,
-    FADING: tl.constexpr,
+    FADES: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -172,13 +184,16 @@ def _prefill_kernel(
     skipped = (key_slot - key_first).to(tl.int64)
     v += b * v_b + group * v_h + skipped * v_s
     d = tl.arange(0, WIDTH)[None, :]
-    largest = tl.full([BLOCK_M], LOWEST, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    begun = tl.full([BLOCK_M], LOWEST, tl.float32)
+    begun_total = tl.zeros([BLOCK_M], tl.float32)
     if sinks is not None:
         sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
-        largest = tl.maximum(largest, sink)
-        total = tl.exp2(sink - largest)
-    begun, begun_total = largest, total
+        begun = tl.maximum(begun, sink)
+        begun_total = tl.exp2(sink - begun)
+    largest, total = begun, begun_total
+    if FADES:  # sinks come after what fades
+        largest = tl.full([BLOCK_M], LOWEST, tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
 
     for r in tl.static_range(REGIONS):
@@ -194,19 +209,32 @@ def _prefill_kernel(
         k = ks[r] + b * k_strides[r][0] + group * k_strides[r][1] + skipped * k_strides[r][2]
         rows = q + t.to(tl.int64)[:, None] * q_strides[r][2] + d
         query = tl.load(rows, mask=live[:, None] & (d < DIM), other=0.0)
-        fade = fades[r][0] * tl.log2(tl.maximum((p - fades[r][1]) / fades[r][2], 1.0))  # Fade(p) in base 2
+        if FADES and r == 0:
+            eased, loss = _fade(fade, p)
+            sharp = scale / (1.0 - eased)
+        else:
+            sharp = scale
         for i in range(before + after):
             n = shared_start + (i - before + tl.where(i < before, 0, whole)) * BLOCK_N
             largest, total, acc = _tile(
-                query, k, v, n, k_strides[r][2], v_s, low, high, least, most, fade, largest, total, acc, bend, scale,
-                True, (FADING >> r) & 1, DIM, BLOCK_N, WIDEN, PRECISION,
+                query, k, v, n, k_strides[r][2], v_s, low, high, least, most, largest, total, acc, bend, sharp,
+                True, FADES and r == 0, DIM, BLOCK_N, WIDEN, PRECISION,
             )  # fmt: skip
         for i in range(whole):
             n = shared_start + i * BLOCK_N
             largest, total, acc = _tile(
-                query, k, v, n, k_strides[r][2], v_s, low, high, least, most, fade, largest, total, acc, bend, scale,
-                False, (FADING >> r) & 1, DIM, BLOCK_N, WIDEN, PRECISION,
+                query, k, v, n, k_strides[r][2], v_s, low, high, least, most, largest, total, acc, bend, sharp,
+                False, FADES and r == 0, DIM, BLOCK_N, WIDEN, PRECISION,
             )  # fmt: skip
+        if FADES and r == 0:
+            together = largest + tl.log2(tl.where(total == 0.0, 1.0, total))
+            largest -= tl.where(total == 0.0, 0.0, eased * together + loss)
+            if sinks is not None:
+                larger = tl.maximum(largest, begun)
+                kept = tl.exp2(largest - larger)
+                total = total * kept + tl.exp2(sink - larger)
+                acc *= kept[:, None]
+                largest = larger
 
     if spans is not None:  # rows of padding
         largest, total = tl.where(live, largest, begun), tl.where(live, total, begun_total)
@@ -259,10 +287,6 @@ def tile(rows: int, width: int, itemsize: int, device: torch.device) -> dict[str
     }
 
 
-def _fade(fade: Fade | None) -> tuple[float, float, float]:
-    return (0.0, 0.0, 1.0) if fade is None else (fade.rate, fade.start, fade.span)
-
-
 def bind(
     qs: tuple[Tensor, ...],
     ks: tuple[Tensor, ...],
@@ -278,8 +302,10 @@ def bind(
 ) -> Bound:
     """The launch for vectors like these: one q and k for each of the regions. It takes (qs, ks, v, out, lse, sinks).
 
-    `starts` are the positions of the first query and key where there are no `spans`.
+    Of the regions only the first may fade. `starts` are the positions of the first query and key where there are no `spans`.
     """
+    assert all(region.fade is None for region in regions[1:]), "what fades comes first"
+    fade = regions[0].fade
     (b, h, t, d), (g, s) = qs[0].shape, v.shape[1:3]
     width = max(16, 1 << (d - 1).bit_length())
     options = tile(b * h * t, width, v.element_size(), v.device) | options
@@ -294,7 +320,7 @@ def bind(
         (
             spans,
             tuple(map(band, regions)),
-            tuple(_fade(region.fade) for region in regions),
+            (0.0, 0.0, 2.0) if fade is None else (fade.rate, fade.focus, fade.span),
             tuple(q.stride()[:3] for q in qs),
             tuple(k.stride()[:3] for k in ks),
             t,
@@ -310,7 +336,7 @@ def bind(
         ),
         {
             "REGIONS": len(regions),
-            "FADING": sum((region.fade is not None) << r for r, region in enumerate(regions)),
+            "FADES": fade is not None,
             "GROUP": h // g,
             "DIM": d,
             "WIDTH": width,

@@ -12,7 +12,7 @@ from rpe3d.rotation import cos_sin, rotate
 
 
 def attend(x: Inputs) -> tuple[Float[Tensor, "b h t e"], Float[Tensor, "b h t"]]:
-    """softmax(scale · q k* - fade) v with each pair's own turn; the output and the log-sum-exp of every row.
+    """softmax(scale · q k*) v with each pair's own turn and fading; the output and the log-sum-exp of every row.
 
     A pair is visible if both are tokens, the key does not come after the query, and a region of the law holds it. A
     row that sees nothing is zeros, and its log-sum-exp -inf (or the sink's alone).
@@ -24,7 +24,8 @@ def attend(x: Inputs) -> tuple[Float[Tensor, "b h t e"], Float[Tensor, "b h t"]]
     scores = _scores(x, q, k) * x.scale
     if x.softcap is not None:
         scores = x.softcap * torch.tanh(scores / x.softcap)
-    scores = _faded(x, scores).masked_fill(~visible(x)[:, None], -torch.inf)
+    seen = visible(x)
+    scores = _faded(x, scores, seen).masked_fill(~seen[:, None], -torch.inf)
     if x.sinks is not None:
         sink = x.sinks.to(precise)[None, :, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sink], dim=-1)
@@ -48,13 +49,19 @@ def _scores(x: Inputs, q: Float[Tensor, "b h t d"], k: Float[Tensor, "b h s d"])
     return scores
 
 
-def _faded(x: Inputs, scores: Float[Tensor, "b h t s"]) -> Float[Tensor, "b h t s"]:
-    """Scores less what the fading of each pair's region takes."""
+def _faded(x: Inputs, scores: Float[Tensor, "b h t s"], seen: Bool[Tensor, "b t s"]) -> Float[Tensor, "b h t s"]:
+    """Scores as the fading of each pair's region makes them: τ s - (1 - 1/τ) ℓ - loss, with ℓ = log Σ exp(τ s)."""
     query, key = _pairs(x)
     for region in x.law.regions:
         if region.fade is not None:
-            fade = region.fade(query).masked_fill(~region.contains(query, key), 0.0)
-            scores = scores - fade.to(scores.dtype)[:, None]
+            inside = (region.contains(query, key) & seen)[:, None]
+            position = x.positions()[0]
+            eased, loss = region.fade.shift(position).to(scores.dtype)[:, :, None, :, None]
+            sharp = scores * region.fade.sharpness(position).to(scores.dtype)[:, None, :, None]
+            # A row without such keys has no ℓ; 0 stands in for it, so that gradients are numbers.
+            some = inside.any(-1, keepdim=True)
+            log = sharp.masked_fill(~inside & some, -torch.inf).logsumexp(-1, keepdim=True).masked_fill(~some, 0.0)
+            scores = torch.where(inside, sharp - eased * log - loss, scores)
     return scores
 
 

@@ -104,13 +104,13 @@ def _reasons(used: int, pretrained: int, at_most: float, law: dict[str, Any]) ->
     if not used:
         return [
             "It copies from nowhere, so its effective context cannot be told this way: the rule of thumb stands.",
-            f"chunk {law['chunk']}, window {law['window']}, reach {law['reach']}: 1/16, 5/16 and 5/8 of {pretrained}",
+            f"chunk {law['chunk']}, window {law['window']}, reach {law['reach']}: 1/16, 5/16 and 1/2 of {pretrained}",
         ]
     return [
         f"It copies from up to {used} of its {pretrained} positions back (averaged share at most "
         f"{at_most:.0%}): that is its effective context.",
-        f"reach {law['reach']}: no pair is shown a distance that the model does not use",
-        f"window {law['window']}: half of the reach, in whole chunks, is exact",
-        f"chunk {law['chunk']}: a tenth of the reach, as a power of two from 128 to 512",
-        f"fade {law['fade']:g}: at position p beyond the reach, far keys weigh (reach / p)^{law['fade']:g}",
+        f"reach {law['reach']}: 3/4 of it, since not every layer uses all of it; no pair is shown a distance beyond",
+        f"window {law['window']}: 5/8 of the reach, in whole chunks, is exact",
+        f"chunk {law['chunk']}: a tenth of what it uses, as a power of two from 128 to 512",
+        f"focus {law['focus']:g}, fade {law['fade']:g}: how far keys weigh when there are more of them than the reach",
     ]

@@ -21,7 +21,7 @@ from rpe3d.config import ConfigError
 from rpe3d.evaluate.likelihood import token_nll
 from rpe3d.evaluate.row import Progress
 from rpe3d.evaluate.texts import Tokens
-from rpe3d.geometry.three_d import FADE
+from rpe3d.geometry.three_d import FADE, FOCUS
 
 STEPS = 8
 AT_MOST = 0.5
@@ -129,10 +129,13 @@ def effective_context(distances: Sequence[Distance]) -> int:
     return max((one.distance for one, _ in near), default=0)
 
 
-def pick(reach: int) -> dict[str, Any]:
-    """3D-RPE for a reach: a chunk of a tenth of it, as a power of two from 128 to 512; a window of half of it.
+def pick(effective: int) -> dict[str, Any]:
+    """3D-RPE for a model that uses so many positions: a reach of 3/4 of them, which leaves room for the weaker layers.
 
-    The defaults of `3d-rpe` have the same form, with 5/8 of the pretrained length as the reach.
+    A chunk of a tenth of them, as a power of two from 128 to 512; 5/8 of the reach exact, in whole chunks. The defaults
+    of `3d-rpe` are the same for a model that uses 2/3 of its pretrained length.
     """
-    chunk = min(512, max(128, 1 << (reach // 10).bit_length() - 1), reach // 4)
-    return {"chunk": chunk, "window": max(1, reach // 2 // chunk) * chunk, "reach": reach, "fade": FADE}
+    chunk = min(512, max(128, 1 << (effective // 10).bit_length() - 1), effective // 4)
+    reach = max(2 * chunk, 3 * effective // 4)
+    window = max(1, min(round(reach * 5 / 8 / chunk), reach // chunk - 1)) * chunk
+    return {"chunk": chunk, "window": window, "reach": reach, "focus": FOCUS, "fade": FADE}

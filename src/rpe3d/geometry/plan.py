@@ -4,11 +4,12 @@ Every law, whatever its name for them, is a short tuple of `Region`s. A region i
 together with one `Turn` of the queries and one of the keys; regions do not overlap, and a pair in no region is
 not attended to. All of it is data: five numbers per turn and four per band, so that a reference, a loop of
 library calls and a kernel can execute the same description. Where planes turn differently, `PairTurns` takes the place
-of a `Turn`. A region may `Fade`: its keys weigh less, the more of them there are.
+of a `Turn`. A region may `Fade`: its keys share what they weigh, the more of them there are.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -92,14 +93,31 @@ def by_pair(groups: Iterable[tuple[int, Turn]]) -> Turn:
 
 @dataclass(frozen=True, kw_only=True)
 class Fade:
-    """Keys that weigh less: a query at p subtracts rate · log( (p - start) / span ) from their scores, never adds."""
+    """Keys that weigh less for a query at p > span, which has more of them than a model is used to.
+
+    Their scores s are multiplied by a sharpness τ(p) = (log p / log span)^focus, and all of them together weigh
+    exp( log Σ exp(τ s) / τ ), the τ-norm of what they would, times (span / p)^rate. With a focus of 1, p keys alike
+    weigh as much as span of them would, and one that stands out keeps its weight.
+    """
 
     rate: float
-    start: float
+    focus: float
     span: float
 
-    def __call__(self, p: Int[Tensor, "*p"]) -> Float64[Tensor, "*p"]:
-        return self.rate * ((p.to(torch.float64) - self.start) / self.span).clamp(min=1.0).log()
+    def sharpness(self, p: Int[Tensor, "*p"]) -> Float64[Tensor, "*p"]:
+        """τ(p), 1 up to p = span."""
+        return (self._beyond(p).log() / math.log(self.span)) ** self.focus
+
+    def loss(self, p: Int[Tensor, "*p"]) -> Float64[Tensor, "*p"]:
+        """rate · log(p / span), taken from the logarithm of the weight; 0 up to p = span."""
+        return self.rate * (self._beyond(p) / self.span).log()
+
+    def shift(self, p: Int[Tensor, "*p"]) -> Float64[Tensor, "2 *p"]:
+        """(1 - 1/τ, loss): with ℓ = log Σ exp(τ s), every τ s loses the first times ℓ, and the second."""
+        return torch.stack([1 - 1 / self.sharpness(p), self.loss(p)])
+
+    def _beyond(self, p: Int[Tensor, "*p"]) -> Float64[Tensor, "*p"]:
+        return p.to(torch.float64).clamp(min=self.span)
 
 
 @dataclass(frozen=True, kw_only=True)

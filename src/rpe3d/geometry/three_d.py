@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 from rpe3d.config import ConfigError, flag, real, whole
 from rpe3d.geometry.law import Law, parameter
 from rpe3d.geometry.plan import Fade, Phase, Region, Turn
-from rpe3d.geometry.windowed import check_dual_chunk, default_reach, dual_chunk_regions
+from rpe3d.geometry.windowed import check_dual_chunk, dual_chunk_regions
 
-FADE = 0.5
-"""How fast far keys lose weight as they become more than the model knows; measured on two models (docs/log.md)."""
+FOCUS, FADE = 1.0, 0.25
+"""How far keys weigh when there are more of them than the model knows; measured on two models (docs/log.md)."""
 
 
 def bounded_regions(chunk: int, near_chunks: int, slope: float, fade: Fade | None = None) -> tuple[Region, ...]:
@@ -37,9 +37,12 @@ class Bounded(Law):
 
     chunk: int = parameter(None, "tokens in a chunk, c; default pretrained / 16")
     window: int = parameter(None, "exact RoPE up to here, w, a multiple of chunk; default 5/16 of pretrained")
-    reach: int = parameter(None, "no pair is shown this relative position or more, R; default 5/8 of pretrained")
+    reach: int = parameter(None, "no pair is shown this relative position or more, R; default half of pretrained")
+    focus: float = parameter(
+        None, "a query at p > reach takes far keys (log p / log reach)^focus times sharper; default 1, 0 with your own reach"
+    )
     fade: float = parameter(
-        None, "a query at p gives far keys (reach / p)^fade of their weight; default 0, with the default reach 1/2"
+        None, "and gives them (reach / p)^fade of their weight; default 1/4, 0 with a reach of your own"
     )
 
     def check(self) -> dict[str, Any]:
@@ -61,7 +64,7 @@ class Bounded(Law):
                 f"window is {window}, not a multiple of chunk {chunk}",
                 f"choose window {max(chunk, window // chunk * chunk)}, or a chunk that divides it",
             )
-        reach = max(default_reach(longest), window + chunk) if self.reach is None else whole("reach", self.reach)
+        reach = max(longest // 2, window + chunk) if self.reach is None else whole("reach", self.reach)
         if reach < window + chunk:
             raise ConfigError(
                 f"reach is {reach}, below window + chunk = {window + chunk}",
@@ -72,9 +75,13 @@ class Bounded(Law):
                 f"reach is {reach}, above the pretrained length {longest}",
                 "lower reach (and window + chunk with it): the model has seen no position beyond",
             )
-        by_default = FADE if self.reach is None else 0.0
-        fade = by_default if self.fade is None else real("fade", self.fade, least=0.0, most=8.0)
-        return {"chunk": chunk, "window": window, "reach": reach, "fade": fade}
+        given = {"focus": self.focus, "fade": self.fade}
+        default = {"focus": FOCUS, "fade": FADE} if self.reach is None else dict.fromkeys(given, 0.0)
+        weights = {
+            name: default[name] if value is None else real(name, value, least=0.0, most=8.0)
+            for name, value in given.items()
+        }
+        return {"chunk": chunk, "window": window, "reach": reach, **weights}
 
     @property
     def near_chunks(self) -> int:
@@ -88,7 +95,8 @@ class Bounded(Law):
 
     @property
     def regions(self) -> tuple[Region, ...]:
-        fade = Fade(rate=self.fade, start=0.0, span=float(self.reach)) if self.fade else None
+        faded = self.fade or self.focus
+        fade = Fade(rate=self.fade, focus=self.focus, span=float(self.reach)) if faded else None
         return bounded_regions(self.chunk, self.near_chunks, self.slope, fade)
 
 
