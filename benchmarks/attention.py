@@ -1,4 +1,4 @@
-"""Attention under a law against plain attention, in one run: prefill, forward + backward, decode, paging, memory, growth.
+"""Attention under a law against plain attention, in one run: prefill, training, decode, paging, memory, growth.
 
     python benchmarks/attention.py --out benchmarks/results          # CUDA, or the CPU table where there is no GPU
 
@@ -248,7 +248,7 @@ def paging(rows: Rows) -> None:
         for name in LAWS:
             law = law_named(name)
             check_decode(law, *sets[0])
-            error = relative(paged(law, *pages[0]), attention(*sets[0], law, turned=True, impl="decode")[0])
+            error = relative(paged(law, *pages[0]), under(law, "decode")(*sets[0]))
             print(f"check paged {name} {tokens} x{batch}: {error:.2e} from the decode of contiguous keys", flush=True)
             if not error < 5e-3:  # both round to bf16
                 raise SystemExit(f"paged {name} fails its check at {tokens} tokens: {error:.2e}")

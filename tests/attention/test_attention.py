@@ -83,8 +83,8 @@ def test_the_specification_is_the_softmax_of_the_law_s_own_angles(name, turned):
         tau = ((p.log() / math.log(28)) ** 1.5)[:, None]
         far = position[:, None] // 8 - position[None, :] // 8 > 2
         sharp = torch.where(far, weights, 0.0) ** tau
-        share = sharp / sharp.sum(-1, keepdim=True)
-        weights = torch.where(far, share * sharp.sum(-1, keepdim=True) ** (1 / tau) * ((28 / p) ** 0.75)[:, None], weights)
+        total = sharp.sum(-1, keepdim=True)
+        weights = torch.where(far, sharp / total * total ** (1 / tau) * ((28 / p) ** 0.75)[:, None], weights)
     torch.testing.assert_close(out, weights / weights.sum(-1, keepdim=True) @ v, rtol=0, atol=1e-11)
     torch.testing.assert_close(lse, weights.sum(-1).log(), rtol=0, atol=1e-11)
 

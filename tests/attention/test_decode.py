@@ -78,9 +78,11 @@ def eager(x):
     for region in x.law.regions:
         if region.fade is not None:
             far = (region.contains(*pairs) & seen)[:, None]
-            sharpness, (_, loss) = (y.float()[..., None] for y in (region.fade.sharpness(query), region.fade.shift(query)))
-            sharp = (scores * sharpness[:, None]).masked_fill(~far, torch.finfo(scores.dtype).min)
-            weight = sharp.logsumexp(-1, keepdim=True) / sharpness[:, None] - loss[:, None]
+            sharpness, loss = (
+                y.float()[:, None, :, None] for y in (region.fade.sharpness(query), region.fade.loss(query))
+            )
+            sharp = (scores * sharpness).masked_fill(~far, torch.finfo(scores.dtype).min)
+            weight = sharp.logsumexp(-1, keepdim=True) / sharpness - loss
             scores = torch.where(far, sharp.log_softmax(-1) + weight, scores).to(x.q.dtype)
     scores = scores.masked_fill(~seen[:, None], torch.finfo(scores.dtype).min)
     if x.sinks is not None:

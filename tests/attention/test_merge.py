@@ -57,7 +57,7 @@ def assert_equal(parts, out, lse, sinks=None, expected=None):
 
 @IMPL
 def test_faded_parts_weigh_less_together(impl, device):
-    """Their logarithms are lower by fade[0] of their common one, and by fade[1], before anything else; no others are."""
+    """Their logarithms are lower by fade[0] of their common one, and by fade[1], before anything else; no others."""
     parts = partials(3, device)
     fade = torch.stack([torch.linspace(0, 0.5, 5, device=device), torch.linspace(0, 4, 5, device=device)])
     marked = [Part(*part, faded=i != 1) for i, part in enumerate(parts)]

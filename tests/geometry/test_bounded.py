@@ -191,7 +191,7 @@ def test_the_default_rule_is_the_documented_one(pretrained, expected):
 
 
 def test_far_keys_fade_from_the_reach_on():
-    """A query at p > R takes them (log p / log R)^focus times sharper, and gives (R / p)^fade; before, all is as it was."""
+    """A query at p > R takes them (log p / log R)^focus times sharper, at (R / p)^fade of their weight; none before."""
     law = make_law("3d-rpe", pretrained=8192, context=65536, head_dim=64)
     near, far = law.regions
     assert (near.fade, far.fade) == (None, Fade(rate=law.fade, focus=law.focus, span=4096.0))

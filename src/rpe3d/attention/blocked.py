@@ -53,7 +53,7 @@ class Task:
         return [range(a, min(a + self.slab, self.keys.stop)) for a in range(0, self.keys.stop, self.slab)]
 
     def passes(self) -> Iterator[tuple[range, list[tuple[Block, list[Call]]]]]:
-        """One pass per slab of far keys, the last slab's first: the last pass does all else, when the far keys are done."""
+        """One pass per slab of far keys, from the last one on; the last pass, when far keys are done, does all else."""
         for slab in reversed(self.slabs()):
             work = []
             for block in self.blocks:
@@ -177,13 +177,14 @@ def _forward(task: Task, q: Tensor, k: Tensor, v: Tensor, far: Part | None) -> t
                 together = total if far is None else far.rows(here)
                 _merged([part._replace(faded=False) for part in faded], together, None, fused)
                 faded = [together._replace(faded=True)]
-            _merged([*faded, *(part for part in parts if not part.faded)], total, shift[:, here] if faded else None, fused)
+            less = None if shift is None or not faded else shift[:, here]
+            _merged([*faded, *(part for part in parts if not part.faded)], total, less, fused)
             del parts, faded  # before the next block's are made
     return result.out, result.lse
 
 
 def _merged(parts: list[Part], total: Part, shift: Tensor | None, fused: bool) -> None:
-    """Any number of parts into `total`, which may be the first of them, as may be the only one that fades beyond MOST."""
+    """Any number of parts into `total`, which may be the first of them; beyond MOST of them only the first may fade."""
     merge_checked(parts[:MOST], total.out, total.lse, fade=shift, fused=fused)
     for n in range(MOST, len(parts), MOST - 1):
         merge_checked([total, *parts[n : n + MOST - 1]], total.out, total.lse, fused=fused)

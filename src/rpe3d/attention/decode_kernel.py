@@ -254,7 +254,8 @@ def _merge(
         if FADES:
             slot = tl.where(some == written, splits, some)
         held = live[:, None] & (some < shares)[None, :]
-        log = tl.load(logs + at[:, None] * columns + slot[None, :], mask=held, other=float("-inf"), cache_modifier=".cg")
+        log = logs + at[:, None] * columns + slot[None, :]
+        log = tl.load(log, mask=held, other=float("-inf"), cache_modifier=".cg")
         place = (at[:, None] * slots + slot[None, :])[:, :, None] * DIM + d
         part = tl.load(parts + place, mask=held[:, :, None] & (d < DIM), other=0.0, cache_modifier=".cg")
         part = tl.where((log == float("-inf"))[:, :, None], 0.0, part)  # perhaps never written

@@ -50,10 +50,10 @@ def merge(
     One to twelve parts, any strides with a contiguous last dimension. A row that a part does not hold, or where lse_i
     is -inf, was not seen by it, and o_i is not looked at, whatever it holds; seen by none, a row is zeros and -inf.
     `sinks` is one logit per head that joins the denominator alone. `fade` is `Fade.shift` of every row: with l the
-    log-sum-exp of all parts that are `faded`, their lse_i first lose fade[0] · l + fade[1]. `out` and `lse` may be those
-    of one of the parts (the very same memory: every element is read before it is written), and may not overlap them
-    otherwise. No gradient flows. impl: "torch" is plain operations, "triton" one pass over memory in float32, "auto"
-    the kernel on CUDA.
+    log-sum-exp of all parts that are `faded`, their lse_i first lose fade[0] · l + fade[1]. `out` and `lse` may be
+    those of one of the parts (the very same memory: every element is read before it is written), and may not overlap
+    them otherwise. No gradient flows. impl: "torch" is plain operations, "triton" one pass over memory in float32,
+    "auto" the kernel on CUDA.
     """
     choice("impl", impl, IMPLS)
     whole = [Part(*part) for part in parts]

@@ -87,7 +87,7 @@ def _tile(
         seen = (n + column[None, :] >= low[:, None]) & (n + column[None, :] < high[:, None])
         score = tl.where(seen, score, float("-inf"))
     larger = tl.maximum(largest, tl.max(score, 1) * scale)
-    if ROWS:
+    if ROWS:  # noqa: SIM108 (the compiler decides)
         weight = tl.exp2(score * scale[:, None] - larger[:, None])
     else:
         weight = tl.exp2(score * scale - larger[:, None])
@@ -302,7 +302,8 @@ def bind(
 ) -> Bound:
     """The launch for vectors like these: one q and k for each of the regions. It takes (qs, ks, v, out, lse, sinks).
 
-    Of the regions only the first may fade. `starts` are the positions of the first query and key where there are no `spans`.
+    Of the regions only the first may fade. `starts` are the positions of the first query and key where there are no
+    `spans`.
     """
     assert all(region.fade is None for region in regions[1:]), "what fades comes first"
     fade = regions[0].fade

@@ -112,7 +112,7 @@ class Fade:
         """rate · log(p / span), taken from the logarithm of the weight; 0 up to p = span."""
         return self.rate * (self._beyond(p) / self.span).log()
 
-    def shift(self, p: Int[Tensor, "*p"]) -> Float64[Tensor, "2 *p"]:
+    def shift(self, p: Int[Tensor, "*p"]) -> Float64[Tensor, "2 ..."]:
         """(1 - 1/τ, loss): with ℓ = log Σ exp(τ s), every τ s loses the first times ℓ, and the second."""
         return torch.stack([1 - 1 / self.sharpness(p), self.loss(p)])
 

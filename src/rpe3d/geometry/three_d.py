@@ -39,11 +39,9 @@ class Bounded(Law):
     window: int = parameter(None, "exact RoPE up to here, w, a multiple of chunk; default 5/16 of pretrained")
     reach: int = parameter(None, "no pair is shown this relative position or more, R; default half of pretrained")
     focus: float = parameter(
-        None, "a query at p > reach takes far keys (log p / log reach)^focus times sharper; default 1, 0 with your own reach"
+        None, "a query at p > R takes far keys (log p / log R)^focus times sharper; default 1, with your own reach 0"
     )
-    fade: float = parameter(
-        None, "and gives them (reach / p)^fade of their weight; default 1/4, 0 with a reach of your own"
-    )
+    fade: float = parameter(None, "and gives them (R / p)^fade of their weight; default 1/4, with your own reach 0")
 
     def check(self) -> dict[str, Any]:
         longest = self.pretrained
