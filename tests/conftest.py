@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -14,6 +15,12 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 # Triton 3.9 warns where this is unset, and warnings are errors here. Fused is what it does anyway.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+
+with suppress(ImportError):  # the tests of serving do without
+    from hypothesis import settings
+
+    settings.register_profile("any machine", deadline=None)  # a busy one is slow, not wrong
+    settings.load_profile("any machine")
 
 
 @pytest.fixture(autouse=True)

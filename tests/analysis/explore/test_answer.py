@@ -108,3 +108,12 @@ def test_the_smallest_and_the_largest_model_have_answers_without_nan():
         for pretrained, context, head_dim in ((2, 2, 4), (2, 3, 4), (131072, 1048576, 256)):
             asked = {"law": name, "pretrained": pretrained, "context": context, "head_dim": head_dim}
             json.dumps(answer({**asked, "rope_theta": 1e6}), allow_nan=False)
+
+
+def test_a_slider_does_not_switch_the_weighing_of_far_keys_off():
+    """`reach` alone in a call would; so what is there to copy names focus and fade as they are by default."""
+    usual = make_law("3d-rpe", **MODEL)
+    found = answer({"law": "3d-rpe", **MODEL, "reach": 300})
+    assert f"reach=300, focus={usual.focus}, fade={usual.fade})" in found["code"]
+    assert f"--reach 300 --set focus={usual.focus} --set fade={usual.fade} --out DIR" in found["command"]
+    assert "focus" not in answer({"law": "3d-rpe", **MODEL, "window": 64})["code"]

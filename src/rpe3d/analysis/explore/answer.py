@@ -23,6 +23,8 @@ from rpe3d.geometry import LAWS, Law, decay_bound, make_law, resolution
 
 MODEL = ("pretrained", "context", "head_dim", "rope_theta")
 SLIDERS = ("chunk", "window", "reach")
+KEPT = ("focus", "fade")
+"""What a reach of one's own switches off. Moving a slider is no reason to, so what is copied from the page names them."""
 BUCKETS, IN_BUCKET = 200, 16
 SIDE = 36
 RINGS, ON_RING, ON_CIRCLE = 18, 11, 180
@@ -38,6 +40,10 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
         model = {name: number(question[name]) for name in MODEL}
         whole("head_dim", model["head_dim"], most=WIDEST)
         law = make_law(question["law"], **model, **given)
+        if "reach" in given:
+            usual = make_law(law.name, **model)
+            given |= {name: getattr(usual, name) for name in KEPT if name in law.parameters()}
+            law = make_law(law.name, **model, **given)
         plane = whole("plane", number(question.get("plane", slow_plane(law))), least=0, most=law.rotary.pairs - 1)
     except KeyError as missing:
         raise ConfigError(f"a question lacks {missing}", f"give law, {', '.join(MODEL)}") from None
@@ -178,7 +184,9 @@ def _keywords(context: int, given: Mapping[str, Any]) -> list[str]:
 def command(name: str, context: int, given: Mapping[str, Any]) -> str:
     """The same on the command line; MODEL and DIR are the user's."""
     law = "" if name == "3d-rpe" else f" --law {name}"
-    options = "".join(f" --{option} {value}" for option, value in given.items())
+    options = "".join(
+        f" --{option} {value}" if option in SLIDERS else f" --set {option}={value}" for option, value in given.items()
+    )
     return f"rpe3d extend MODEL --context {context}{law}{options} --out DIR"
 
 
