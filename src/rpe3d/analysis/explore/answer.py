@@ -24,7 +24,7 @@ from rpe3d.geometry import LAWS, Law, decay_bound, make_law, resolution
 MODEL = ("pretrained", "context", "head_dim", "rope_theta")
 SLIDERS = ("chunk", "window", "reach")
 KEPT = ("focus", "fade")
-"""What a reach of one's own switches off. Moving a slider is no reason to, so what is copied from the page names them."""
+"""What a reach of one's own switches off. A slider is no reason to, so what is copied from the page names them."""
 BUCKETS, IN_BUCKET = 200, 16
 SIDE = 36
 RINGS, ON_RING, ON_CIRCLE = 18, 11, 180
