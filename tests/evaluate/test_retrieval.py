@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import tiny_lm
 from rpe3d.config import ConfigError
 from rpe3d.evaluate import Tokens, copy_nll, make_copy, make_passkey, passkey
-from rpe3d.evaluate.retrieval import passage_of
+from rpe3d.evaluate.retrieval import passage_of, passkey_found
 
 
 @pytest.mark.parametrize("first", [(), (0,)])
@@ -80,6 +81,16 @@ def test_the_answer_is_the_greedy_continuation(model, tokenizer):
         pad_token_id=0,
     )
     assert passkey(model, trial) == expected[0, prompt.shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("right", [0, 1, 3, 5])
+def test_one_forward_hears_the_greedy_answer_up_to_its_first_error(model, tokenizer, right):
+    """The model's own words are made the right answer for `right` tokens, and something else from there on."""
+    trial = make_passkey(tokenizer, 512, 0.5, seed=0)
+    trial = replace(trial, answer=[0] * 5)
+    said = passkey(model, trial)
+    answer = [token if i < right else (token + 1) % 257 for i, token in enumerate(said)]
+    assert passkey_found(model, replace(trial, answer=answer)) == said[: right + 1]
 
 
 def test_a_model_that_knows_the_key_is_heard_token_by_token(tokenizer):

@@ -170,6 +170,7 @@ def _forward(task: Task, q: Tensor, k: Tensor, v: Tensor, far: Part | None) -> t
                 parts.insert(0, total._replace(faded=fades))
             begun.add(block.rows.start)
             if slab.start:
+                assert not fades or all(part.faded for part in parts), "near keys come with the first slab"
                 _merged([part._replace(faded=False) for part in parts], total, None, fused)
                 continue
             faded = [part for part in parts if part.faded]

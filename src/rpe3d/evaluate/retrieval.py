@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -80,6 +81,21 @@ def make_passkey(tokenizer: Any, length: int, depth: float, seed: int, first: tu
     before = round(depth * room)
     prompt = [*first, *task, *grass[:before], *line, *grass[: room - before], *question]
     return Passkey(depth=depth, key=key, prompt=torch.tensor(prompt), answer=answer)
+
+
+@torch.no_grad()
+def passkey_found(model: Any, trial: Passkey) -> list[int]:
+    """What the model says greedily, up to the first token that is wrong: one forward, over the right answer, too.
+
+    As long as the model agrees, that answer is what it has said, so its next token is that of `passkey`. Decoding takes
+    a step for every token instead, most of the time of a short prompt.
+    """
+    tokens = torch.cat([trial.prompt, torch.tensor(trial.answer[:-1], dtype=trial.prompt.dtype)])
+    last = {"logits_to_keep": len(trial.answer)} if head_in_pieces(model) else {}
+    logits = model(tokens[None].to(model.device), use_cache=False, **last).logits
+    said: list[int] = logits[0, -len(trial.answer) :].argmax(-1).tolist()
+    right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(said, trial.answer, strict=True)))
+    return said[: right + 1]
 
 
 @torch.no_grad()

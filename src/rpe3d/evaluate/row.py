@@ -4,7 +4,8 @@ A row: {"law": label, "name": the law's name, "length", "context", "parameters":
 "out of memory" | "skipped: why", "ppl", "tail_ppl", "copy_nll", "passkey": how many right, "passkey_n", "tokens": read
 by the model, "seconds", "tokens_per_second": of one process, the median over the forwards of windows with their losses,
 "windows": [{"text", "start", "nll", "tail_nll"}], "positions": [{"from", "to", "nll", "n"}], "copies": [{"nll",
-"seed"}], "passkeys": [{"depth", "key", "answer", "correct"}]}. What was not asked for or not measured is null or empty.
+"seed"}], "passkeys": [{"depth", "key", "answer": up to the first wrong token, "correct"}]}. What was not asked for or
+not measured is null or empty.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 from rpe3d.config import ConfigError
 from rpe3d.evaluate.perplexity import PROTOCOLS, Score, Window, batches, by_position, mean_nll, score
 from rpe3d.evaluate.ranks import Ranks
-from rpe3d.evaluate.retrieval import copy_nll, make_copy, make_passkey, passkey
+from rpe3d.evaluate.retrieval import copy_nll, make_copy, make_passkey, passkey_found
 from rpe3d.evaluate.settings import Entry, Settings
 from rpe3d.evaluate.texts import Tokens
 from rpe3d.geometry import Law
@@ -144,7 +145,7 @@ def _passkeys(bench: Bench, length: int) -> Found:
     passkeys = []
     for number, depth in bench.ranks.share([(i + 0.5) / n for i in range(n)]):
         trial = make_passkey(bench.tokenizer, length, depth, bench.settings.seed + number, bench.first)
-        said = passkey(bench.model, trial)
+        said = passkey_found(bench.model, trial)
         answer = bench.tokenizer.decode(said)
         passkeys.append((number, depth, trial.key, answer, said == trial.answer))
         bench.advance(_work(length))
