@@ -271,6 +271,140 @@ def _merge(
     _finish(out + head.to(tl.int64) * out_h + t * out_t, lse + at, sinks, head, live, largest, total, acc, DIM, WIDTH)
 
 
+@triton.jit
+@no_type_check
+def _attend(
+    q, k, v, pages, out, lse, parts, logs, arrivals, sinks, table, key_mask, key_mask_s,
+    p, lowest, highest, start, stop, offset, group, m, head, t, live, splits, scale, softcap,
+    q_h, q_t, k_p, k_s, v_p, v_s, out_h, out_t,
+    QUERIES: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BANDS: tl.constexpr, TURNING: tl.constexpr, FADES: tl.constexpr, CHUNK: tl.constexpr,
+    PAGE: tl.constexpr, SPLIT: tl.constexpr, LEAST_TILES: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_M rows (queries x heads of one group) at positions p against one split of the keys at start .. stop.
+
+    The key at position x has index x - offset; with `pages` it lies in slot x mod PAGE of page pages[x div PAGE].
+    With SPLIT, a split leaves its share in parts [b, h, t, splits, d] and logs [b, h, t, splits], in base 2 (one
+    without keys leaves nothing), counts itself in `arrivals`, one zero per tile of rows, and
+    merges if it is the last, which leaves the zero as it was. Where a region fades, parts have one slot more and logs
+    three: see `_end_of_faded`.
+    """
+    split = tl.program_id(0)
+    BLOCKS: tl.constexpr = (QUERIES * GROUP + BLOCK_M - 1) // BLOCK_M
+    PER_CHUNK: tl.constexpr = (CHUNK + BLOCK_N - 1) // BLOCK_N  # tiles
+    b = tl.program_id(2).to(tl.int64)
+    heads = tl.num_programs(1) // BLOCKS * GROUP
+
+    tiles = 0
+    for r in tl.static_range(len(BANDS)):
+        _, _, _, count = _tiles(BANDS, r, lowest, highest, start, stop, CHUNK, BLOCK_N)
+        tiles += count
+    share = tl.maximum(tl.cdiv(tiles, splits), LEAST_TILES)
+    begin = split * share
+    end = tl.minimum(begin + share, tiles)
+
+    d = tl.arange(0, WIDTH)[None, :]
+    column = tl.arange(0, BLOCK_N)
+    q += head[:, None].to(tl.int64) * q_h + t[:, None] * q_t
+    stock = tl.load(q + d, mask=live[:, None] & (d < DIM), other=0.0)
+    if TURNING:
+        pair, partner, sign, pairs = _partner(DIM, WIDTH, PAIRS, INTERLEAVED)
+        there = tl.load(q + partner, mask=live[:, None] & pairs, other=0.0)
+        theta = tl.load(table + len(BANDS) * ROW + pair, mask=pairs, other=0.0)
+    largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+
+    at = (b * heads + head) * QUERIES + t
+    before, faded, slot = 0, 0, split
+    for r in tl.static_range(len(BANDS)):
+        row = table + r * ROW
+        low, high, first_tile, count = _tiles(BANDS, r, lowest, highest, start, stop, CHUNK, BLOCK_N)
+        row_low, row_high = _band(BANDS, r, p, start, stop)
+        turned = stock
+        turned_for = -1
+        if (TURNING >> r) & 1:
+            x, phase = _query_turn(row, p)
+            slope, key_phase, key_rate = tl.load(row + 5), tl.load(row + 9), tl.load(row + 10)
+        if FADES and r == 0:
+            eased, loss = _fade(row, p)
+            sharp = 1.0 / (1.0 - eased)
+        for tile in range(first_tile + tl.maximum(begin - before, 0), first_tile + tl.minimum(end - before, count)):
+            j = tile // PER_CHUNK
+            within = (tile - j * PER_CHUNK) * BLOCK_N
+            position = j.to(tl.int64) * CHUNK + within
+
+            # Rows of the tile, as columns from `position` on: those that exist, and those that a query sees.
+            left = tl.maximum(low - position, 0).to(tl.int32)
+            right = tl.minimum(high - position, tl.minimum(CHUNK - within, BLOCK_N)).to(tl.int32)
+            exist = (column >= left) & (column < right)
+            index = position - offset
+            if pages is None:
+                key_place, value_place = index * k_s + column[:, None] * k_s, index * v_s + column[:, None] * v_s
+            else:
+                here = position.to(tl.int32) + column
+                page = tl.load(pages + here // PAGE, mask=exist, other=0).to(tl.int64)
+                cell = here % PAGE
+                key_place, value_place = (page * k_p + cell * k_s)[:, None], (page * v_p + cell * v_s)[:, None]
+            if key_mask is not None:  # asked for before the keys, which take as long
+                mask = tl.load(key_mask + (index + column) * key_mask_s, mask=exist, other=0)
+            if (TURNING >> r) & 1:  # noqa: SIM102 (a question to the compiler, then one to the device)
+                if j != turned_for:
+                    turned = _turned(stock, there, sign, pairs, theta, x, phase, slope, key_phase, key_rate, j)
+                    turned_for = j
+
+            rows = exist[:, None] & (d < DIM)
+            key = tl.load(k + key_place + d, mask=rows, other=0.0)
+            score = _dot(turned, tl.trans(key), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), WIDEN) * scale
+            if softcap is not None:
+                fall = tl.exp2(-2.8853900817779268 * tl.abs(score))
+                score = softcap * tl.where(score < 0, -1.0, 1.0) * (1.0 - fall) / (1.0 + fall)
+            if FADES and r == 0:
+                score *= sharp[:, None]
+            seen = exist[None, :]
+            if QUERIES > 1:
+                seen = seen & (column[None, :] >= (row_low - position)[:, None])
+                seen = seen & (column[None, :] < (row_high - position)[:, None])
+            if key_mask is not None:
+                seen = seen & (mask != 0)[None, :]
+            score = tl.where(seen, score, float("-inf"))
+
+            larger = tl.maximum(largest, tl.max(score, 1))
+            safe = tl.where(larger == float("-inf"), 0.0, larger)
+            weight = tl.exp2(score - safe[:, None])
+            kept = tl.exp2(largest - safe)
+            total = total * kept + tl.sum(weight, 1)
+            value = tl.load(v + value_place + d, mask=rows, other=0.0)
+            acc = _dot(weight.to(value.dtype), value, acc * kept[:, None], WIDEN)
+            largest = larger
+        before += count
+        if FADES and r == 0:
+            faded = count
+            slot, largest, total, acc = _end_of_faded(
+                parts, logs, at, splits, begin, share, end, count, eased, loss, live, largest, total, acc,
+                SPLIT, DIM, WIDTH,
+            )  # fmt: skip
+
+    if SPLIT:
+        _leave(
+            parts, logs, at, slot, splits + FADES, splits + 3 * FADES, _if(begin < tiles, live), largest, total, acc,
+            DIM, WIDTH,
+        )  # fmt: skip
+        tl.debug_barrier()  # all of this program's shares are on their way before it counts itself
+        arrivals += tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
+        if tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == splits - 1:
+            tl.store(arrivals, 0)
+            first_row = (tl.program_id(1) % BLOCKS) * BLOCK_M
+            _merge(
+                parts, logs, splits, tl.cdiv(tiles, share), tl.cdiv(faded, share), out, lse, out_h, out_t,
+                sinks, b * heads, group * GROUP, first_row, FADES, QUERIES, GROUP, ROWS, DIM, WIDTH,
+            )  # fmt: skip
+    else:
+        out += head.to(tl.int64) * out_h + t * out_t
+        _finish(out, lse + at, sinks, head, live, largest, total, acc, DIM, WIDTH)
+
+
 # What changes from step to step must not compile a new kernel in the middle of a text.
 _STEPS = ["query_start", "key_start", "keys", "query_positions_b", "key_positions_b", "query_mask_b", "key_mask_b"]
 _UNALIGNED = ["query_positions", "key_positions", "query_mask", "key_mask", "sinks"]
@@ -339,19 +473,10 @@ def _decode_kernel(
     BLOCK_N: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """BLOCK_M rows (queries x heads of one group) against one split of the keys.
-
-    With SPLIT, a split leaves its share in parts [b, h, t, splits, d] and logs [b, h, t, splits], in base 2 (one
-    without keys leaves nothing), counts itself in `arrivals`, one zero per tile of rows, and
-    merges if it is the last, which leaves the zero as it was. Where a region fades, parts have one slot more and logs
-    three: see `_end_of_faded`.
-    """
-    split = tl.program_id(0)
+    """The rows of one tile, and where their keys are: see `_attend`."""
     BLOCKS: tl.constexpr = (QUERIES * GROUP + BLOCK_M - 1) // BLOCK_M
-    PER_CHUNK: tl.constexpr = (CHUNK + BLOCK_N - 1) // BLOCK_N  # tiles
     group = tl.program_id(1) // BLOCKS
     b = tl.program_id(2).to(tl.int64)
-    heads = tl.num_programs(1) // BLOCKS * GROUP
 
     # Rows: the queries of a head follow each other. Their positions: one for all rows where there is one query.
     m = (tl.program_id(1) % BLOCKS) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -381,110 +506,16 @@ def _decode_kernel(
         if key_mask is not None:
             n = _first_token(key_mask + b * key_mask_b, key_mask_s, keys, 4096)
         offset = tl.load(key_positions + b * key_positions_b + n * key_positions_s) - n
-    start, stop = tl.maximum(offset, 0), offset + keys
-    k += b * k_b + group.to(tl.int64) * k_h
-    v += b * v_b + group.to(tl.int64) * v_h
-
-    tiles = 0
-    for r in tl.static_range(len(BANDS)):
-        _, _, _, count = _tiles(BANDS, r, lowest, highest, start, stop, CHUNK, BLOCK_N)
-        tiles += count
-    share = tl.maximum(tl.cdiv(tiles, splits), LEAST_TILES)
-    begin = split * share
-    end = tl.minimum(begin + share, tiles)
-
-    d = tl.arange(0, WIDTH)[None, :]
-    column = tl.arange(0, BLOCK_N)
-    q += b * q_b + head[:, None].to(tl.int64) * q_h + t[:, None] * q_t
-    stock = tl.load(q + d, mask=live[:, None] & (d < DIM), other=0.0)
-    if TURNING:
-        pair, partner, sign, pairs = _partner(DIM, WIDTH, PAIRS, INTERLEAVED)
-        there = tl.load(q + partner, mask=live[:, None] & pairs, other=0.0)
-        theta = tl.load(table + len(BANDS) * ROW + pair, mask=pairs, other=0.0)
-    largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
-
-    at = (b * heads + head) * QUERIES + t
-    before, faded, slot = 0, 0, split
-    for r in tl.static_range(len(BANDS)):
-        row = table + r * ROW
-        low, high, first_tile, count = _tiles(BANDS, r, lowest, highest, start, stop, CHUNK, BLOCK_N)
-        row_low, row_high = _band(BANDS, r, p, start, stop)
-        turned = stock
-        turned_for = -1
-        if (TURNING >> r) & 1:
-            x, phase = _query_turn(row, p)
-            slope, key_phase, key_rate = tl.load(row + 5), tl.load(row + 9), tl.load(row + 10)
-        if FADES and r == 0:
-            eased, loss = _fade(row, p)
-            sharp = 1.0 / (1.0 - eased)
-        for tile in range(first_tile + tl.maximum(begin - before, 0), first_tile + tl.minimum(end - before, count)):
-            j = tile // PER_CHUNK
-            within = (tile - j * PER_CHUNK) * BLOCK_N
-            position = j.to(tl.int64) * CHUNK + within
-
-            # Rows of the tile, as columns from `position` on: those that exist, and those that a query sees.
-            left = tl.maximum(low - position, 0).to(tl.int32)
-            right = tl.minimum(high - position, tl.minimum(CHUNK - within, BLOCK_N)).to(tl.int32)
-            exist = (column >= left) & (column < right)
-            index = position - offset
-            if key_mask is not None:  # asked for before the keys, which take as long
-                mask = tl.load(key_mask + b * key_mask_b + (index + column) * key_mask_s, mask=exist, other=0)
-            if (TURNING >> r) & 1:  # noqa: SIM102 (a question to the compiler, then one to the device)
-                if j != turned_for:
-                    turned = _turned(stock, there, sign, pairs, theta, x, phase, slope, key_phase, key_rate, j)
-                    turned_for = j
-
-            rows = exist[:, None] & (d < DIM)
-            key = tl.load(k + index * k_s + column[:, None] * k_s + d, mask=rows, other=0.0)
-            score = _dot(turned, tl.trans(key), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), WIDEN) * scale
-            if softcap is not None:
-                fall = tl.exp2(-2.8853900817779268 * tl.abs(score))
-                score = softcap * tl.where(score < 0, -1.0, 1.0) * (1.0 - fall) / (1.0 + fall)
-            if FADES and r == 0:
-                score *= sharp[:, None]
-            seen = exist[None, :]
-            if QUERIES > 1:
-                seen = seen & (column[None, :] >= (row_low - position)[:, None])
-                seen = seen & (column[None, :] < (row_high - position)[:, None])
-            if key_mask is not None:
-                seen = seen & (mask != 0)[None, :]
-            score = tl.where(seen, score, float("-inf"))
-
-            larger = tl.maximum(largest, tl.max(score, 1))
-            safe = tl.where(larger == float("-inf"), 0.0, larger)
-            weight = tl.exp2(score - safe[:, None])
-            kept = tl.exp2(largest - safe)
-            total = total * kept + tl.sum(weight, 1)
-            value = tl.load(v + index * v_s + column[:, None] * v_s + d, mask=rows, other=0.0)
-            acc = _dot(weight.to(value.dtype), value, acc * kept[:, None], WIDEN)
-            largest = larger
-        before += count
-        if FADES and r == 0:
-            faded = count
-            slot, largest, total, acc = _end_of_faded(
-                parts, logs, at, splits, begin, share, end, count, eased, loss, live, largest, total, acc,
-                SPLIT, DIM, WIDTH,
-            )  # fmt: skip
-
-    if SPLIT:
-        _leave(
-            parts, logs, at, slot, splits + FADES, splits + 3 * FADES, _if(begin < tiles, live), largest, total, acc,
-            DIM, WIDTH,
-        )  # fmt: skip
-        tl.debug_barrier()  # all of this program's shares are on their way before it counts itself
-        arrivals += tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
-        if tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == splits - 1:
-            tl.store(arrivals, 0)
-            first_row = (tl.program_id(1) % BLOCKS) * BLOCK_M
-            _merge(
-                parts, logs, splits, tl.cdiv(tiles, share), tl.cdiv(faded, share), out + b * out_b, lse, out_h, out_t,
-                sinks, b * heads, group * GROUP, first_row, FADES, QUERIES, GROUP, ROWS, DIM, WIDTH,
-            )  # fmt: skip
-    else:
-        out += b * out_b + head.to(tl.int64) * out_h + t * out_t
-        _finish(out, lse + at, sinks, head, live, largest, total, acc, DIM, WIDTH)
+    if key_mask is not None:
+        key_mask += b * key_mask_b
+    _attend(
+        q + b * q_b, k + b * k_b + group.to(tl.int64) * k_h, v + b * v_b + group.to(tl.int64) * v_h, None,
+        out + b * out_b, lse, parts, logs, arrivals, sinks, table, key_mask, key_mask_s,
+        p, lowest, highest, tl.maximum(offset, 0), offset + keys, offset, group, m, head, t, live,
+        splits, scale, softcap, q_h, q_t, 0, k_s, 0, v_s, out_h, out_t,
+        QUERIES, GROUP, DIM, WIDTH, PAIRS, INTERLEAVED, BANDS, TURNING, FADES, CHUNK, 1, SPLIT, LEAST_TILES, ROWS,
+        BLOCK_M, BLOCK_N, WIDEN,
+    )  # fmt: skip
 
 
 _decode = Launcher(_decode_kernel)

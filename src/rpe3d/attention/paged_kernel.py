@@ -20,22 +20,10 @@ from rpe3d.attention.decode_kernel import (
     LEAST_KEYS,
     LOG2_E,
     NEVER,
-    ROW,
-    _band,
+    _attend,
     _cdiv,
-    _dot,
-    _end_of_faded,
-    _fade,
-    _finish,
-    _if,
-    _leave,
-    _merge,
-    _partner,
     _power,
     _processors,
-    _query_turn,
-    _tiles,
-    _turned,
     scratch,
     split,
     tile,
@@ -102,12 +90,9 @@ def _paged_kernel(
     The queries of sequence b are its last tokens, at lengths[b] - QUERIES and on; its key at position p lies in slot
     p mod PAGE of page pages[b, p div PAGE]. A sequence of length 0 sees nothing.
     """
-    split = tl.program_id(0)
     BLOCKS: tl.constexpr = (QUERIES * GROUP + BLOCK_M - 1) // BLOCK_M
-    PER_CHUNK: tl.constexpr = (CHUNK + BLOCK_N - 1) // BLOCK_N  # tiles
     group = tl.program_id(1) // BLOCKS
     b = tl.program_id(2).to(tl.int64)
-    heads = tl.num_programs(1) // BLOCKS * GROUP
     stop = tl.load(lengths + b * lengths_b).to(tl.int64)
     start = tl.zeros([], tl.int64)
 
@@ -122,106 +107,14 @@ def _paged_kernel(
         p = tl.where(live, stop - QUERIES + t, -1)
         highest = tl.max(p, 0)
         lowest = tl.min(tl.where(p >= 0, p, NEVER), 0)
-    k += group.to(tl.int64) * k_h
-    v += group.to(tl.int64) * v_h
-    pages += b * pages_b
-
-    tiles = 0
-    for r in tl.static_range(len(BANDS)):
-        _, _, _, count = _tiles(BANDS, r, lowest, highest, start, stop, CHUNK, BLOCK_N)
-        tiles += count
-    share = tl.maximum(tl.cdiv(tiles, splits), LEAST_TILES)
-    begin = split * share
-    end = tl.minimum(begin + share, tiles)
-
-    d = tl.arange(0, WIDTH)[None, :]
-    column = tl.arange(0, BLOCK_N)
-    q += b * q_b + head[:, None].to(tl.int64) * q_h + t[:, None] * q_t
-    stock = tl.load(q + d, mask=live[:, None] & (d < DIM), other=0.0)
-    if TURNING:
-        pair, partner, sign, pairs = _partner(DIM, WIDTH, PAIRS, INTERLEAVED)
-        there = tl.load(q + partner, mask=live[:, None] & pairs, other=0.0)
-        theta = tl.load(table + len(BANDS) * ROW + pair, mask=pairs, other=0.0)
-    largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
-
-    at = (b * heads + head) * QUERIES + t
-    before, faded, slot = 0, 0, split
-    for r in tl.static_range(len(BANDS)):
-        row = table + r * ROW
-        low, high, first_tile, count = _tiles(BANDS, r, lowest, highest, start, stop, CHUNK, BLOCK_N)
-        row_low, row_high = _band(BANDS, r, p, start, stop)
-        turned = stock
-        turned_for = -1
-        if (TURNING >> r) & 1:
-            x, phase = _query_turn(row, p)
-            slope, key_phase, key_rate = tl.load(row + 5), tl.load(row + 9), tl.load(row + 10)
-        if FADES and r == 0:
-            eased, loss = _fade(row, p)
-            sharp = 1.0 / (1.0 - eased)
-        for n in range(first_tile + tl.maximum(begin - before, 0), first_tile + tl.minimum(end - before, count)):
-            j = n // PER_CHUNK
-            within = (n - j * PER_CHUNK) * BLOCK_N
-            position = j.to(tl.int64) * CHUNK + within
-            left = tl.maximum(low - position, 0).to(tl.int32)
-            right = tl.minimum(high - position, tl.minimum(CHUNK - within, BLOCK_N)).to(tl.int32)
-            exist = (column >= left) & (column < right)
-            here = position.to(tl.int32) + column
-            page = tl.load(pages + here // PAGE, mask=exist, other=0).to(tl.int64)
-            cell = here % PAGE
-            if (TURNING >> r) & 1:  # noqa: SIM102 (a question to the compiler, then one to the device)
-                if j != turned_for:
-                    turned = _turned(stock, there, sign, pairs, theta, x, phase, slope, key_phase, key_rate, j)
-                    turned_for = j
-
-            rows = exist[:, None] & (d < DIM)
-            key = tl.load(k + (page * k_p + cell * k_s)[:, None] + d, mask=rows, other=0.0)
-            score = _dot(turned, tl.trans(key), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), WIDEN) * scale
-            if softcap is not None:
-                fall = tl.exp2(-2.8853900817779268 * tl.abs(score))
-                score = softcap * tl.where(score < 0, -1.0, 1.0) * (1.0 - fall) / (1.0 + fall)
-            if FADES and r == 0:
-                score *= sharp[:, None]
-            seen = exist[None, :]
-            if QUERIES > 1:
-                seen = seen & (column[None, :] >= (row_low - position)[:, None])
-                seen = seen & (column[None, :] < (row_high - position)[:, None])
-            score = tl.where(seen, score, float("-inf"))
-
-            larger = tl.maximum(largest, tl.max(score, 1))
-            safe = tl.where(larger == float("-inf"), 0.0, larger)
-            weight = tl.exp2(score - safe[:, None])
-            kept = tl.exp2(largest - safe)
-            total = total * kept + tl.sum(weight, 1)
-            value = tl.load(v + (page * v_p + cell * v_s)[:, None] + d, mask=rows, other=0.0)
-            acc = _dot(weight.to(value.dtype), value, acc * kept[:, None], WIDEN)
-            largest = larger
-        before += count
-        if FADES and r == 0:
-            faded = count
-            slot, largest, total, acc = _end_of_faded(
-                parts, logs, at, splits, begin, share, end, count, eased, loss, live, largest, total, acc,
-                SPLIT, DIM, WIDTH,
-            )  # fmt: skip
-
-    if SPLIT:
-        _leave(
-            parts, logs, at, slot, splits + FADES, splits + 3 * FADES, _if(begin < tiles, live), largest, total, acc,
-            DIM, WIDTH,
-        )  # fmt: skip
-        tl.debug_barrier()  # all of this program's shares are on their way before it counts itself
-        arrivals += tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
-        if tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == splits - 1:
-            tl.store(arrivals, 0)
-            first_row = (tl.program_id(1) % BLOCKS) * BLOCK_M
-            _merge(
-                parts, logs, splits, tl.cdiv(tiles, share), tl.cdiv(faded, share), out + b * out_b, lse, out_h, out_t,
-                sinks, b * heads, group * GROUP, first_row, FADES, QUERIES, GROUP, ROWS, DIM, WIDTH,
-            )  # fmt: skip
-    else:
-        out += b * out_b + head.to(tl.int64) * out_h + t * out_t
-        _finish(out, lse + at, sinks, head, live, largest, total, acc, DIM, WIDTH)
+    _attend(
+        q + b * q_b, k + group.to(tl.int64) * k_h, v + group.to(tl.int64) * v_h, pages + b * pages_b,
+        out + b * out_b, lse, parts, logs, arrivals, sinks, table, None, 0,
+        p, lowest, highest, start, stop, start, group, m, head, t, live,
+        splits, scale, softcap, q_h, q_t, k_p, k_s, v_p, v_s, out_h, out_t,
+        QUERIES, GROUP, DIM, WIDTH, PAIRS, INTERLEAVED, BANDS, TURNING, FADES, CHUNK, PAGE, SPLIT, LEAST_TILES, ROWS,
+        BLOCK_M, BLOCK_N, WIDEN,
+    )  # fmt: skip
 
 
 _paged = Launcher(_paged_kernel)
