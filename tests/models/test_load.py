@@ -11,16 +11,20 @@ import pytest
 import torch
 from checkpoints import SIZES, refused, same_weights
 from transformers import (
+    AutoModelForCausalLM,
     BartConfig,
     BartForConditionalGeneration,
     BertConfig,
     BertForMaskedLM,
     LlamaConfig,
+    LlamaForCausalLM,
     LlamaModel,
     T5Config,
     T5ForConditionalGeneration,
 )
 
+import rpe3d
+import tiny_lm
 from rpe3d.config import ConfigError
 from rpe3d.models import failures
 from rpe3d.models import load as module
@@ -180,3 +184,59 @@ def test_a_gpu_is_used_where_there_is_one_and_in_bfloat16(monkeypatch):
 def test_a_missing_extra_is_named(folder, monkeypatch):
     monkeypatch.setattr(failures, "find_spec", lambda name: None)
     assert "pip install 'rpe3d[models]'" in refused(folder)
+
+
+# LongChat's config says `rope_condense_ratio`. FastChat's patch of the rotary embedding reads it (t = arange / ratio),
+# and transformers does not.
+RATIO = 8
+
+
+def condensed(model):
+    """FastChat's condensed rotary: every position divided, by hand, on a stock Llama."""
+    rotary = model.model.rotary_emb
+    forward = rotary.forward
+    rotary.forward = lambda x, position_ids, **kwargs: forward(x, position_ids / RATIO, **kwargs)
+    return model
+
+
+@pytest.fixture
+def longchat(tmp_path):
+    config = LlamaConfig(vocab_size=257, **tiny_lm.SIZES, rope_condense_ratio=RATIO)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "longchat")
+    return tmp_path / "longchat"
+
+
+@torch.no_grad()
+def test_longchats_positions_are_divided_as_fastchat_does(longchat):
+    loaded = load(str(longchat), device="cpu", with_tokenizer=False)
+    assert loaded.notes == ("its positions are divided by 8, as `rope_condense_ratio` in its config asks for",)
+    stock = AutoModelForCausalLM.from_pretrained(longchat)
+    ids = torch.arange(1, 200)[None]
+    plain = stock(ids).logits
+    assert torch.allclose(loaded.model(ids).logits, condensed(stock)(ids).logits, atol=1e-4)
+    assert not torch.allclose(loaded.model(ids).logits, plain, atol=1e-2)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("law", ["3d-rpe", "linear"])
+def test_a_law_stands_on_longchats_positions_and_they_are_divided_once(longchat, tmp_path, law):
+    model = load(str(longchat), device="cpu", with_tokenizer=False).model
+    ids = torch.arange(1, 60)[None]  # within the window of 3d-rpe
+    stock, frequencies = model(ids).logits, model.model.rotary_emb.inv_freq.clone()
+    rpe3d.extend(model, law, context=1024)
+    assert rpe3d.law_of(model).pretrained == tiny_lm.SIZES["max_position_embeddings"]
+    factor = 4 if law == "linear" else 1
+    assert torch.allclose(model.model.rotary_emb.inv_freq, frequencies / factor)
+    assert torch.allclose(model(ids).logits, stock, atol=1e-4) == (law == "3d-rpe")
+    model.save_pretrained(tmp_path / "extended")
+    again = load(str(tmp_path / "extended"), device="cpu", with_tokenizer=False)
+    assert again.notes == ()
+    assert torch.equal(again.model(ids).logits, model(ids).logits)
+    assert torch.equal(rpe3d.restore(again.model)(ids).logits, stock)
+
+
+@pytest.mark.parametrize("law", ["ntk", "dynamic", "yarn"])
+def test_laws_that_rebuild_the_frequencies_refuse_longchat(longchat, law):
+    model = load(str(longchat), device="cpu", with_tokenizer=False).model
+    with pytest.raises(ConfigError, match="'linear' scaling"):
+        rpe3d.extend(model, law, context=1024)

@@ -50,7 +50,7 @@ def run(arguments: Namespace) -> int:
     from rpe3d.evaluate.suites import store
     from rpe3d.evaluate.suites.ask import Ask, parse_tasks
     from rpe3d.evaluate.suites.chat import chat_of
-    from rpe3d.evaluate.suites.checkpoint import condense, own_length
+    from rpe3d.evaluate.suites.checkpoint import own_length
     from rpe3d.evaluate.suites.evaluation import evaluate
 
     tasks = parse_tasks(arguments.tasks.split(","))
@@ -72,11 +72,9 @@ def run(arguments: Namespace) -> int:
         store.check_place(file)
     first = ranks().first
     loaded = load_model(arguments)
-    condensed = condense(loaded.model)
-    chat, chat_note = chat_of(arguments.chat, loaded.tokenizer, Path(arguments.model).name)
-    for note in (condensed, chat_note):
-        if note and first:
-            print(f"note: {note}", file=sys.stderr)
+    chat, note = chat_of(arguments.chat, loaded.tokenizer, Path(arguments.model).name)
+    if note and first:
+        print(f"note: {note}", file=sys.stderr)
     for law in given:
         if law.pretrained is not None:
             from rpe3d.evaluate.compare import model_facts

@@ -55,8 +55,22 @@ def load(
     with explained(name):
         source, target, notes = _located(name)
     with explained(source, hub=not os.path.exists(source)):
-        model, tokenizer = _pretrained(target, kind, trust_remote_code, with_tokenizer)
-        return Loaded(model=model.to(place), tokenizer=tokenizer, source=source, notes=tuple(notes))
+        model, tokenizer, said = _pretrained(target, kind, trust_remote_code, with_tokenizer)
+        return Loaded(model=model.to(place), tokenizer=tokenizer, source=source, notes=(*notes, *said))
+
+
+def condense(config: Any) -> list[str]:
+    """Let a LongChat's config ask for the positions that it was trained with, in place; returns what to tell the user.
+
+    It says `rope_condense_ratio`, which FastChat reads and transformers does not: positions are divided by it, as in
+    linear scaling. One that was saved with a scaling or a law has them already.
+    """
+    config = config.get_text_config(decoder=True)
+    ratio = float(getattr(config, "rope_condense_ratio", None) or 1)
+    if ratio == 1 or config.rope_parameters.get("rope_type", "default") != "default":
+        return []
+    config.rope_parameters = {**config.rope_parameters, "rope_type": "linear", "factor": ratio}
+    return [f"its positions are divided by {ratio:g}, as `rope_condense_ratio` in its config asks for"]
 
 
 def _located(name: str) -> tuple[str, str, list[str]]:
@@ -106,7 +120,7 @@ def _check_folder(folder: Path) -> None:
 
 def _pretrained(
     target: str, dtype: torch.dtype, trust_remote_code: bool, with_tokenizer: bool
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None, list[str]]:
     """Config, tokenizer, weights: what is cheap to refuse comes first."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -115,6 +129,7 @@ def _pretrained(
         where["local_files_only"] = True  # what the hub's cache holds, without half a minute of retries
     config = AutoConfig.from_pretrained(target, **where)
     _check_causal(target, config, trust_remote_code)
+    notes = condense(config)
     tokenizer = None
     if with_tokenizer:
         try:
@@ -128,7 +143,7 @@ def _pretrained(
         target, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True, **where
     )
     check_complete(target, info)
-    return model, tokenizer
+    return model, tokenizer, notes
 
 
 def _check_causal(target: str, config: Any, trust_remote_code: bool) -> None:

@@ -6,18 +6,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import tiny_lm
 from rpe3d.config import ConfigError
 from rpe3d.evaluate.suites.ask import Ask
 from rpe3d.evaluate.suites.chat import chat_of
-from rpe3d.evaluate.suites.checkpoint import condense, own_length
+from rpe3d.evaluate.suites.checkpoint import own_length
 from rpe3d.evaluate.suites.evaluation import evaluate
 from rpe3d.models.load import load
 
-# Both divide positions. Vicuna 16k says so in the words of transformers; LongChat says `rope_condense_ratio`, which
-# FastChat's patch of the rotary embedding reads (t = arange / ratio) and transformers does not.
+# Both divide positions. Vicuna 16k says so in the words of transformers; LongChat in FastChat's, which `load` reads.
 CONFIGS = {
     "longchat-7b-16k": {"rope_condense_ratio": 8, "max_sequence_length": 512},
     "vicuna-7b-v1.5-16k": {"rope_scaling": {"type": "linear", "factor": 4.0}, "max_sequence_length": 256},
@@ -35,31 +34,8 @@ def checkpoint(request, tmp_path):
     return tmp_path / request.param
 
 
-def condensed(model, ratio):
-    """FastChat's condensed rotary: every position divided by `ratio`, by hand, on a stock Llama."""
-    rotary = model.model.rotary_emb
-    forward = rotary.forward
-    rotary.forward = lambda x, position_ids, **kwargs: forward(x, position_ids / ratio, **kwargs)
-    return model
-
-
-def test_positions_are_divided_as_fastchat_does(checkpoint):
-    ratio = RATIOS[checkpoint.name]
-    loaded = load(str(checkpoint), device="cpu").model
-    assert (condense(loaded) is not None) == checkpoint.name.startswith("longchat")
-    assert condense(loaded) is None
-    stock = AutoModelForCausalLM.from_pretrained(
-        checkpoint, rope_parameters={"rope_type": "default", "rope_theta": 1e4}
-    )
-    ids = torch.arange(1, 200)[None]
-    plain = stock(ids).logits
-    assert torch.allclose(loaded(ids).logits, condensed(stock, ratio)(ids).logits, atol=1e-4)
-    assert not torch.allclose(loaded(ids).logits, plain, atol=1e-2)
-
-
 def test_they_are_rows_in_vicunas_chat_with_their_own_rope_settings(checkpoint):
     loaded = load(str(checkpoint), device="cpu")
-    condense(loaded.model)
     assert own_length(loaded.model) == 64 * RATIOS[checkpoint.name]
     chat, note = chat_of("auto", loaded.tokenizer, checkpoint.name)
     assert (chat.form, note) == ("vicuna", None)
