@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 
 import pytest
 from refusal import refusal
 
+import rpe3d
 import tiny_lm
+from launched import launched
 from rpe3d.cli import main
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -100,6 +100,42 @@ def test_an_interruption_leaves_what_was_done_and_the_same_command_goes_on(folde
     assert (row["score"], row["n"]) == (0.0, 3)  # "A" is an article, which upstream strips
 
 
+def test_a_row_that_cannot_be_made_is_said_and_the_exit_status_tells(folder, data, tmp_path, capsys, quick):
+    command = (folder, "--tasks", "longbench:hotpotqa", "--data", data, *SMALL, "--length", "512,1k")
+    assert run(*command, "--json", tmp_path / "r.json") == 1
+    captured = capsys.readouterr()
+    assert "stock at 1k" in captured.out
+    assert "note: stock at 512, longbench:hotpotqa: skipped: LongBench has no room" in captured.err
+    statuses = [row["status"] for row in json.loads((tmp_path / "r.json").read_text())["rows"]]
+    assert [status.split(":")[0] for status in statuses] == ["skipped", "ok"]
+
+
+def test_a_law_file_does_not_change_what_the_checkpoint_says_of_itself(tmp_path):
+    """An extended checkpoint's length is that of its law, not the pretrained one."""
+    rpe3d.extend(tiny_lm.model(), "3d-rpe", context=1024).save_pretrained(tmp_path / "model")
+    tiny_lm.tokenizer().save_pretrained(tmp_path / "model")
+    law = rpe3d.make_law("dca", pretrained=256, context=1024, head_dim=16)
+    (tmp_path / "law.json").write_text(json.dumps(law.to_dict()))
+    command = ("--tasks", "passkey", "--passkeys", "1", "--device", "cpu", "--json", tmp_path / "r.json")
+    assert run(tmp_path / "model", *command, "--law", tmp_path / "law.json") == 0
+    results = json.loads((tmp_path / "r.json").read_text())
+    assert [row["length"] for row in results["rows"]] == [1024]
+    assert results["model"]["law"]["name"] == "3d-rpe"
+
+
+def test_a_template_without_a_system_turn_is_said_where_one_is_needed(data, tmp_path, capsys, quick):
+    tiny_lm.save(tmp_path / "model")
+    tokenizer = tiny_lm.tokenizer()
+    tokenizer.chat_template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}{{ messages }}"
+    )
+    tokenizer.save_pretrained(tmp_path / "model")
+    note = "note: its chat template has no system turn, so L-Eval's instructions open the user's"
+    for task, said in (("leval:gsm100", True), ("longbench:hotpotqa", False)):
+        assert run(tmp_path / "model", "--tasks", task, "--data", data, *SMALL) == 0
+        assert (note in capsys.readouterr().err) == said
+
+
 @pytest.mark.parametrize(
     ("argv", "problem"),
     [
@@ -156,19 +192,19 @@ def test_a_missing_package_says_how_to_install_it(capsys, monkeypatch, module):
 
 
 def test_two_processes_give_the_rows_and_predictions_of_one(folder, data, tmp_path):
-    """`accelerate launch` deals the batches out."""
-    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"]
-    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0", "-m"]
-    argv = ["rpe3d", "eval", str(folder), "--tasks", "longbench:hotpotqa,passkey", "--data", str(data)]
+    """The batches are dealt out, and a refusal of the process that writes is everybody's."""
+    argv = [folder, "--tasks", "longbench:hotpotqa,passkey", "--data", data]
     argv += ["--length", "1k", "--passkeys", "3", "--device", "cpu", "--json"]
     rows, lines = {}, {}
-    for name, command in (("one", ["-m"]), ("two", launch)):
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-        file = tmp_path / f"{name}.json"
-        subprocess.run([sys.executable, *command, *argv, str(file)], check=True, env=environment, capture_output=True)
+    for count in (1, 2):
+        file = tmp_path / f"{count}.json"
+        assert launched(count, "eval", *argv, file)[0] == [0] * count
         timed = ("seconds", "samples_per_minute", "predictions")
         found = json.loads(file.read_text())["rows"]
-        rows[name] = [{key: value for key, value in row.items() if key not in timed} for row in found]
-        lines[name] = [sorted((tmp_path / row["predictions"]).read_text().splitlines()) for row in found]
-    assert rows["one"] == rows["two"]
-    assert lines["one"] == lines["two"]
+        rows[count] = [{key: value for key, value in row.items() if key not in timed} for row in found]
+        lines[count] = [sorted((tmp_path / row["predictions"]).read_text().splitlines()) for row in found]
+    assert rows[1] == rows[2]
+    assert lines[1] == lines[2]
+    codes, said = launched(2, "eval", *argv, tmp_path / "2.json", "--seed", "1")
+    assert codes == [1, 1]
+    assert all("holds results of other settings\nhint: " in words for words in said)

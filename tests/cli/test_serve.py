@@ -15,6 +15,7 @@ import rpe3d
 import tiny_lm
 from rpe3d.cli import main
 from rpe3d.cli import serve as verb
+from rpe3d.models.load import load
 from rpe3d.serve import launch
 
 
@@ -87,6 +88,19 @@ def test_a_stock_model_gets_its_law_by_overrides(folder, started, capsys):
     said = capsys.readouterr()
     assert said.out == f"http://127.0.0.1:{port}/v1\n"
     assert f"curl http://127.0.0.1:{port}/v1/completions" in said.err
+
+
+def test_a_longchat_is_served_with_the_positions_that_it_was_trained_with(started, capsys, tmp_path):
+    """`rope_condense_ratio`, which vLLM does not read, reaches it as a scaling under the law."""
+    model = tiny_lm.model()
+    model.config.rope_condense_ratio = 8
+    model.save_pretrained(tmp_path)
+    assert main(["serve", str(tmp_path), "--context", "1k", "--port", "0"]) == 0
+    written = rpe3d.extend(load(str(tmp_path), device="cpu", with_tokenizer=False).model, context=1024).config
+    overrides = json.loads(option(started[0].line, "--hf-overrides"))
+    assert overrides["rope_parameters"] == written.rope_parameters
+    assert overrides["rope_parameters"]["law"]["rope_scaling"] == {"rope_type": "linear", "factor": 8.0}
+    assert "note: its positions are divided by 8" in capsys.readouterr().err
 
 
 def test_an_extended_checkpoint_needs_no_flags(extended, started):

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from statistics import mean
 
 import pytest
@@ -14,6 +11,7 @@ import torch
 
 import rpe3d
 import tiny_lm
+from launched import launched
 from rpe3d.config import ConfigError
 from rpe3d.evaluate import Entry, Settings, Text, compare, perplexity, row, tokenize
 from rpe3d.evaluate.row import NOT_FINITE, OUT_OF_MEMORY
@@ -169,19 +167,16 @@ def test_a_length_beyond_the_text_is_refused_before_anything_is_measured(model, 
 
 
 def test_two_processes_write_the_rows_of_one(tmp_path):
-    """`accelerate launch` deals the work out; the rows are the same to the last bit."""
+    """To the last bit; and a refusal of the one that writes is everybody's."""
     folder = tiny_lm.save(tmp_path / "model")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    verb = ["compare", str(folder), "--laws", "rope,3d-rpe", "--lengths", "256,512", "--device", "cpu"]
+    verb = ["compare", folder, "--laws", "rope,3d-rpe", "--lengths", "256,512", "--device", "cpu"]
     verb += ["--windows", "3", "--copies", "2", "--passkeys", "3", "--json"]
-    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"]
-    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0", "-m"]
-    tables = []
-    for name, command in (("one", ["-m"]), ("two", launch)):
-        command = [sys.executable, *command, "rpe3d", *verb, str(tmp_path / f"{name}.json")]
-        run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-        assert run.returncode == 0, run.stderr
-        tables.append([line.split()[:5] for line in run.stdout.splitlines()])
-    one, two = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two"))
-    assert untimed(one) == untimed(two)
-    assert tables[0] == tables[1]
+    results = []
+    for count in (1, 2):
+        codes, said = launched(count, *verb, tmp_path / f"{count}.json")
+        assert codes == [0] * count, said
+        results.append(json.loads((tmp_path / f"{count}.json").read_text()))
+    assert untimed(results[0]) == untimed(results[1])
+    codes, said = launched(2, *verb, tmp_path / "2.json", "--seed", "1")
+    assert codes == [1, 1]
+    assert all("holds results of other settings" in words for words in said), said

@@ -49,9 +49,10 @@ def run(arguments: Namespace) -> int:
     from rpe3d.evaluate.ranks import ranks
     from rpe3d.evaluate.suites import store
     from rpe3d.evaluate.suites.ask import Ask, parse_tasks
-    from rpe3d.evaluate.suites.chat import chat_of
+    from rpe3d.evaluate.suites.chat import TEMPLATE, called, chat_of
     from rpe3d.evaluate.suites.checkpoint import own_length
     from rpe3d.evaluate.suites.evaluation import evaluate
+    from rpe3d.evaluate.suites.under import facts_of
 
     tasks = parse_tasks(arguments.tasks.split(","))
     given = laws(arguments.law) if arguments.law else []
@@ -72,14 +73,15 @@ def run(arguments: Namespace) -> int:
         store.check_place(file)
     first = ranks().first
     loaded = load_model(arguments)
-    chat, note = chat_of(arguments.chat, loaded.tokenizer, Path(arguments.model).name)
-    if note and first:
+    chat, note = chat_of(arguments.chat, loaded.tokenizer, called(arguments.model))
+    notes = [note] if note else []
+    if any(group == "leval" for group, _ in tasks) and chat.form == TEMPLATE and not chat.takes_system:
+        notes.append("its chat template has no system turn, so L-Eval's instructions open the user's")
+    for note in notes if first else ():
         print(f"note: {note}", file=sys.stderr)
     for law in given:
         if law.pretrained is not None:
-            from rpe3d.evaluate.compare import model_facts
-
-            law.check(model_facts(loaded.model)["pretrained"])
+            law.check(facts_of(loaded.model)["pretrained"])
     with progress_bar(first) as progress:
         results = evaluate(
             loaded.model,
@@ -95,7 +97,7 @@ def run(arguments: Namespace) -> int:
         )
     if first:
         finish(results, arguments.report, file)
-    return 0
+    return int(any(row["status"] != "ok" for row in results["rows"]))
 
 
 def questions(arguments: Namespace, tasks: list[tuple[str, str]]) -> tuple[dict[Any, Any], dict[Any, Any]]:

@@ -11,7 +11,8 @@ import platform
 import shlex
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -78,8 +79,8 @@ def compare(
         progress=progress,
     )
     writes = file if bench.ranks.first else None
-    with nullcontext() if writes is None else locked(writes):
-        kept = bench.ranks.from_first({} if writes is None else rows_of(writes, content, overwrite))
+    with ExitStack() as held:
+        kept = bench.ranks.together(partial(_earlier, held, writes, content, overwrite))[0]
         bench.total = sum(bench.work(length) for label, length in laws if (label, length) not in kept)
         entries = {entry.label: entry for entry in settings.entries}
         rows = dict(kept)
@@ -91,6 +92,14 @@ def compare(
                 write_json(writes, content)
     content["rows"] = [rows[at] for at in laws]
     return content
+
+
+def _earlier(held: ExitStack, file: Path | None, content: dict[str, Any], overwrite: bool) -> dict[Any, Any]:
+    """The rows that `file` has already; until `held` ends, no other run writes there."""
+    if file is None:
+        return {}
+    held.enter_context(locked(file))
+    return rows_of(file, content, overwrite)
 
 
 def versions() -> dict[str, str]:

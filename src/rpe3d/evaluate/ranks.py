@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+
+from rpe3d.config import ConfigError
+from rpe3d.evaluate.memory import out_of_memory
 
 T = TypeVar("T")
 
@@ -37,9 +40,23 @@ class Ranks:
 
         return list(gather_object([mine]))
 
-    def from_first(self, value: T) -> T:
-        """The first process's value, in every process."""
-        return self.gather(value)[0]
+    def together(self, work: Callable[[], T]) -> list[T]:
+        """What every process made. A refusal of one, or its lack of memory, is that of all, so that none waits."""
+        made: list[T] = []
+        failure: tuple[str, ...] | None = None
+        try:
+            made = [work()]
+        except ConfigError as refusal:
+            failure = (refusal.problem, refusal.hint)
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+            failure = ()
+        parts = self.gather((made, failure))
+        for _, words in parts:
+            if words is not None:
+                raise ConfigError(*words) if words else MemoryError
+        return [item for part, _ in parts for item in part]
 
 
 def ranks() -> Ranks:

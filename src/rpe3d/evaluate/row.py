@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from rpe3d.config import ConfigError
+from rpe3d.evaluate.memory import out_of_memory
 from rpe3d.evaluate.perplexity import PROTOCOLS, Score, Window, batches, by_position, mean_nll, score
 from rpe3d.evaluate.ranks import Ranks
 from rpe3d.evaluate.retrieval import copy_nll, make_copy, make_passkey, passkey_found
@@ -105,8 +106,9 @@ def _within_memory(bench: Bench, law: Law, length: int) -> Found | None:
         for measure in bench.settings.measures:
             found |= MEASURERS[measure](bench, length)
         return found
-    except (torch.OutOfMemoryError, MemoryError):
-        pass  # the traceback holds tensors until here
+    except Exception as error:
+        if not out_of_memory(error):
+            raise  # else the traceback holds tensors until here
     finally:
         if law_of(bench.model) is not None:
             restore(bench.model)

@@ -67,6 +67,7 @@ def prepare(name: str, law: str | None, context: int | None, parameters: dict[st
 
     from rpe3d.models.failures import explained
     from rpe3d.models.gguf import converted, default_gguf
+    from rpe3d.models.load import condense
 
     notes: list[str] = []
     path = default_gguf() if name == "default" else Path(name).expanduser()
@@ -76,6 +77,7 @@ def prepare(name: str, law: str | None, context: int | None, parameters: dict[st
         source = str(entry)
     with explained(name, hub=not path.exists()):
         config = AutoConfig.from_pretrained(source)
+    notes += condense(config)
     own = law_of(config)
     if own is not None and (law or context or parameters):
         raise ConfigError(

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import tiny_lm
 from rpe3d.config import ConfigError
 from rpe3d.evaluate.suites.ask import Ask
-from rpe3d.evaluate.suites.chat import chat_of
+from rpe3d.evaluate.suites.chat import called, chat_of
 from rpe3d.evaluate.suites.checkpoint import own_length
 from rpe3d.evaluate.suites.evaluation import evaluate
 from rpe3d.models.load import load
@@ -70,6 +70,19 @@ def test_the_chat_goes_by_the_models_name_as_upstream_has_it(tokenizer, name, fo
     chat, note = chat_of("auto", tokenizer, name)
     assert chat.form == form
     assert (note is None) == (form != "none")
+
+
+def test_a_model_is_called_by_its_own_name(tmp_path, monkeypatch):
+    snapshot = (
+        tmp_path / "models--meta-llama--Llama-2-7b-chat-hf" / "snapshots" / "f5db02db724555f92da89c216ac04704f23d4590"
+    )
+    snapshot.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(snapshot)
+    for given in (snapshot, tmp_path / "link", "meta-llama/Llama-2-7b-chat-hf"):
+        assert called(str(given)) == "Llama-2-7b-chat-hf"
+    monkeypatch.chdir(tmp_path)
+    assert called(".") == tmp_path.name
+    assert called("some/vicuna-7b.gguf") == "vicuna-7b.gguf"
 
 
 def test_a_template_of_its_own_is_used_and_a_missing_one_is_said(tokenizer):

@@ -129,12 +129,57 @@ def test_results_of_something_else_are_refused_or_replaced_when_asked(model, cha
         run(model, chat, file=file, generate=Scripted(), laws=mine, data=other)
 
 
-def test_running_out_of_memory_is_the_rows_result(model, chat, tmp_path):
-    full = Scripted(stop=2, error=torch.OutOfMemoryError)
+FULL = (
+    torch.OutOfMemoryError(),
+    MemoryError(),
+    RuntimeError("CUDA error: out of memory"),
+    RuntimeError("Triton Error [CUDA]: out of memory"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory"),
+)
+
+
+@pytest.mark.parametrize("error", FULL, ids=str)
+def test_running_out_of_memory_is_the_rows_result(model, chat, tmp_path, error):
+    full = Scripted(stop=2, error=error)
     rows = run(model, chat, [HOTPOT, GSM], tmp_path / "r.json", generate=full)["rows"]
     assert [row["status"] for row in rows] == ["out of memory", "out of memory"]
     rows = run(model, chat, [HOTPOT, GSM], tmp_path / "r.json", generate=Scripted())["rows"]
     assert [(row["status"], row["score"]) for row in rows] == [("ok", 100.0)] * 2
+
+
+def test_other_errors_are_no_lack_of_memory(model, chat):
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        run(model, chat, generate=Scripted(stop=0, error=RuntimeError("CUDA error: device-side assert triggered")))
+
+
+def test_a_row_that_cannot_be_made_says_so_and_the_others_go_on(model, chat, tmp_path):
+    for _ in range(2):  # going on meets the same row again
+        rows = run(model, chat, file=tmp_path / "r.json", generate=Scripted(), lengths=[512, 1024])["rows"]
+        assert [(row["length"], row["score"]) for row in rows] == [(512, None), (1024, 100.0)]
+        assert rows[0]["status"].startswith("skipped: LongBench has no room in a context of 512: raise --length")
+        assert rows[1]["status"] == "ok"
+        assert json.loads((tmp_path / "r.json").read_text())["rows"] == rows
+
+
+def test_likelihoods_that_are_not_finite_are_a_row_that_says_so(model, chat, tmp_path):
+    torch.nn.init.constant_(model.lm_head.weight, math.nan)
+    tasks = [*parse_tasks(["ppl", "copy"]), HOTPOT]
+    rows = run(model, chat, tasks, tmp_path / "r.json", generate=Scripted(), windows=1, copies=1)["rows"]
+    assert [row["status"].split(":")[0] for row in rows] == ["skipped", "skipped", "ok"]
+    assert "gave no finite number" in rows[0]["status"]
+
+
+def test_questions_are_made_once_for_all_laws_and_rows_keep_the_order_asked(model, chat, monkeypatch):
+    made = []
+    samples = longbench.samples
+    monkeypatch.setattr(longbench, "samples", lambda *a: made.append((a[0], a[3])) or samples(*a))
+    laws = [Entry(label=name, law=name, parameters={}) for name in ("rope", "dca")]
+    rows = run(model, chat, [HOTPOT, SAMSUM], generate=Scripted(), laws=laws, lengths=[1024, 2048])["rows"]
+    assert made == [(task, length) for length in (1024, 2048) for task in ("hotpotqa", "samsum")]
+    assert [(row["law"], row["length"], row["task"]) for row in rows] == [
+        (law, length, task) for law in ("rope", "dca") for length in (1024, 2048) for task in ("hotpotqa", "samsum")
+    ]
 
 
 def test_the_models_own_answers_do_not_depend_on_the_batch(model, chat):
@@ -162,7 +207,8 @@ def test_a_line_break_ends_an_answer_after_its_first_token(model, chat, monkeypa
     assert (seen["do_sample"], seen["num_beams"], seen["max_new_tokens"]) == (False, 1, 4)
 
 
-def test_a_batch_that_is_too_large_is_halved(model, chat, monkeypatch):
+@pytest.mark.parametrize("error", FULL, ids=str)
+def test_a_batch_that_is_too_large_is_halved(model, chat, monkeypatch, error):
     from rpe3d.evaluate.suites import generate as module
 
     sizes = []
@@ -170,7 +216,7 @@ def test_a_batch_that_is_too_large_is_halved(model, chat, monkeypatch):
     def answers(model, chat, prompts, max_new, line_only):
         sizes.append(len(prompts))
         if len(prompts) > 2:
-            raise torch.OutOfMemoryError
+            raise error
         return [prompt.upper() for prompt in prompts]
 
     monkeypatch.setattr(module, "_answers", answers)

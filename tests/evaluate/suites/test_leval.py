@@ -131,6 +131,22 @@ def test_other_models_get_the_words_in_their_own_template():
 
 
 @pytest.mark.parametrize(
+    "system",
+    ["{{ raise_exception('System role not supported') }}", ""],
+    ids=["refused, as by Gemma", "left out"],
+)
+def test_without_a_system_turn_its_words_open_the_users(system):
+    tokenizer = tiny_lm.tokenizer()
+    tokenizer.chat_template = (
+        f"{{% for m in messages %}}{{% if m.role == 'system' %}}{system}{{% else %}}"
+        "<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}<assistant>"
+    )
+    chat = Chat(tokenizer=tokenizer, form="template")
+    prompt, _ = leval.message("gsm100", "DOC", "Q", chat)
+    assert prompt == f"<user>{leval.WORDS['system']['gsm100']}\n\nDOC\n\nQ<assistant>"
+
+
+@pytest.mark.parametrize(
     ("task", "record", "problem"),
     [
         ("tpo", {"gt": "A", "evaluation": "exam"}, "record 1 has no field 'MODEL_pred', but 'gt', 'evaluation'"),

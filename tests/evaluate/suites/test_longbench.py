@@ -150,3 +150,13 @@ def test_a_template_that_opens_with_bos_does_not_open_twice():
     chat = Chat(tokenizer=tokenizer, form="template")
     assert chat.wrap("hello", "be kind") == "<system>be kind<user>hello:"
     assert chat.encode(chat.wrap("hello")).count(tokenizer.bos_token_id) == 1
+
+
+def test_a_template_that_can_think_is_told_not_to():
+    """Qwen3's template closes the thoughts before they begin."""
+    tokenizer = tiny_lm.tokenizer()
+    tokenizer.chat_template = (
+        "<user>{{ messages[0].content }}<assistant>"
+        "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"
+    )
+    assert Chat(tokenizer=tokenizer, form="template").wrap("hello") == "<user>hello<assistant><think></think>"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from rpe3d.config import ConfigError, choice
@@ -38,16 +40,38 @@ class Chat:
         return list(self.tokenizer(prompt, verbose=False).input_ids)
 
     def wrap(self, prompt: str, system: str = "") -> str:
-        """The prompt as a user's turn, after which the assistant's begins. Only a template has a place for `system`."""
+        """The prompt as a user's turn, after which the assistant's begins.
+
+        Only a template has a place for `system`. Where it has none, that text opens the user's turn, as Gemma 3's own
+        template has it.
+        """
         if self.form != TEMPLATE:
             before, after = FORMS[self.form].split("{prompt}")
             return before + system + prompt + after
-        turns = [{"role": "system", "content": system}] if system else []
-        turns.append({"role": "user", "content": prompt})
-        text = str(self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+        if system and not self.takes_system:
+            prompt, system = f"{system}\n\n{prompt}", ""
+        text = self._rendered(prompt, system)
         first = self.tokenizer.bos_token
         twice = first and text.startswith(first) and self.encode("a")[0] == self.tokenizer.bos_token_id
         return text.removeprefix(first) if twice else text
+
+    @cached_property
+    def takes_system(self) -> bool:
+        """Whether the template has a place for a system turn: some refuse it, some leave it out."""
+        from jinja2.exceptions import TemplateError
+
+        try:
+            return "Be kind." in self._rendered("Hello.", "Be kind.")
+        except TemplateError:
+            return False
+
+    def _rendered(self, prompt: str, system: str) -> str:
+        """By the template, without thinking where that can be switched off: the benchmarks have answers alone."""
+        turns = [{"role": "system", "content": system}] if system else []
+        turns.append({"role": "user", "content": prompt})
+        thinks = "enable_thinking" in str(self.tokenizer.chat_template)
+        options = {"enable_thinking": False} if thinks else {}
+        return str(self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **options))
 
     def cleaned(self, said: str) -> str:
         """The answer without what xgen and internlm put around it."""
@@ -67,6 +91,15 @@ def chat_of(form: str, tokenizer: Any, model: str) -> tuple[Chat, str | None]:
         if form == "none":
             note = f"{model} has no chat template, so prompts go in as they are; --chat llama2 makes a chat of them"
     return Chat(tokenizer=tokenizer, form=form), note
+
+
+def called(model: str) -> str:
+    """A model's own name. The folder of a hub's snapshot is a hash, two below the one that has the name."""
+    path = Path(model).expanduser()
+    real = path.resolve()
+    if real.parent.name == "snapshots":
+        return real.parent.parent.name.split("--")[-1]
+    return path.name or real.name
 
 
 def _by_name(model: str) -> str | None:

@@ -5,7 +5,7 @@ row was made with, "data": {"suite:task": [{"name", "sha256", "n"}]}, "laws": {"
 [{"law", "name", "parameters", "length", "context", "suite", "task", "metric", "score", "n", "empty", "status": "ok" |
 "out of memory" | "skipped: why", "seconds", "samples_per_minute", "batch", "predictions": a path beside the file}]}.
 Scores are percents, for `ppl` perplexities, for `copy` losses. Seconds are of the run that finished the row, with the
-making of its prompts; samples per minute are of generation alone.
+making of its prompts under the first law, which the others share; samples per minute are of generation alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch
 
 from rpe3d.config import ConfigError
 from rpe3d.evaluate.compare import silent, versions
+from rpe3d.evaluate.memory import out_of_memory
 from rpe3d.evaluate.ranks import ranks
 from rpe3d.evaluate.results import SCHEMA, locked, write_json
 from rpe3d.evaluate.row import OUT_OF_MEMORY, Progress
@@ -77,20 +79,25 @@ def evaluate(
     generate = generate or generator(model, chat)
     means = Means(model=model, chat=chat, generate=generate, ask=ask, data=data, texts=texts, ranks=here)
     writes = file if here.first else None
-    with nullcontext() if writes is None else locked(writes):
-        before = here.from_first(None if writes is None else store.check(writes, content, overwrite))
+    keys = [(*place, *task) for place in laws for task in ask.tasks]
+    with ExitStack() as held:
+        before = here.together(partial(_earlier, held, writes, content, keys, overwrite))[0]
         for part in ("data", "laws"):
             content[part] = (before or content)[part] | content[part]
         rows: dict[store.Key, Row] = {store.key_of(row): row for row in (before or content)["rows"]}
-        finished = {key for key, row in rows.items() if row["status"] == "ok"}
-        waiting = [(place, task) for place in laws for task in ask.tasks if (*place, *task) not in finished]
-        if writes is not None and before is None:
-            store.start_over(writes, [(*place, *task) for place, task in waiting], overwrite)
-        for done, (place, task) in enumerate(waiting):
-            key = (*place, *task)
-            kept = None if file is None else store.predictions_file(file, key)
+        order = list(dict.fromkeys([*rows, *keys]))
+
+        def write() -> None:
+            content["rows"] = [rows[key] for key in order if key in rows]
             if writes is not None:
-                write_json(writes, content | {"rows": list(rows.values())})
+                write_json(writes, content)
+
+        waiting = [key for key in keys if key not in rows or rows[key]["status"] != "ok"]
+        waiting.sort(key=lambda key: (ask.lengths.index(key[1]), ask.tasks.index(key[2:])))  # all laws on the same
+        for done, key in enumerate(waiting):
+            place, task = key[:2], key[2:]
+            kept = None if file is None else store.predictions_file(file, key)
+            here.together(write)
 
             def advance(part: float, done: int = done, what: str = f"{place[0]} at {place[1]}: {title(task)}") -> None:
                 progress(what, done + part, len(waiting))
@@ -98,10 +105,21 @@ def evaluate(
             rows[key] = _row(means, place, laws[place], task, kept, advance)
             if file is not None and rows[key]["status"] == "ok":
                 rows[key]["predictions"] = str(store.predictions_file(Path(file.name), key))
-        content["rows"] = list(rows.values())
-        if writes is not None:
-            write_json(writes, content)
+        here.together(write)
     return content
+
+
+def _earlier(
+    held: ExitStack, file: Path | None, content: dict[str, Any], keys: Sequence[store.Key], overwrite: bool
+) -> dict[str, Any] | None:
+    """The results that `file` has already; until `held` ends, no other run writes there."""
+    if file is None:
+        return None
+    held.enter_context(locked(file))
+    before = store.check(file, content, overwrite)
+    if before is None:
+        store.start_over(file, keys, overwrite)
+    return before
 
 
 def origins(data: Mapping[Task, Data], texts: Mapping[Task, Sequence[Text]]) -> dict[str, list[dict[str, Any]]]:
@@ -116,7 +134,7 @@ def origins(data: Mapping[Task, Data], texts: Mapping[Task, Sequence[Text]]) -> 
 def _row(
     means: Means, place: Place, law: Law | ConfigError | None, task: Task, kept: Path | None, advance: Advance
 ) -> Row:
-    """One task under one law. Running out of memory is the row's result, not the end."""
+    """One task under one law. A refusal, or running out of memory, is the row's result, not the end."""
     label, length = place
     row: Row = {"law": label, "name": None, "parameters": {}, "length": length, "context": None}
     row |= {"suite": task[0], "task": task[1], "metric": None, "score": None, "n": 0, "empty": 0, "status": "ok"}
@@ -127,23 +145,26 @@ def _row(
         row |= {"name": law.name, "context": law.context, "parameters": own_parameters(law)}
     advance(0.0)
     began = time.perf_counter()
-    score = _within_memory(means, law, length, task, kept, advance)
+    score = _measured(means, law, length, task, kept, advance)
     row["seconds"] = round(time.perf_counter() - began, 3)
-    if score is None:
-        return row | {"status": OUT_OF_MEMORY}
+    if isinstance(score, str):
+        return row | {"status": score}
     row |= {name: getattr(score, name) for name in ("metric", "score", "n", "empty")}
     return row | {"samples_per_minute": score.pace}
 
 
-def _within_memory(
+def _measured(
     means: Means, law: Law | None, length: int, task: Task, kept: Path | None, advance: Advance
-) -> Score | None:
-    """The score; None where memory ran out."""
+) -> Score | str:
+    """The score, or the status of a row that has none."""
     try:
         with under(means.model, law):
             return (probe if task[0] in PROBES else predict)(means, task, length, kept, advance)
-    except (torch.OutOfMemoryError, MemoryError):
-        pass  # the traceback holds tensors until here
+    except ConfigError as refusal:
+        return f"skipped: {refusal}"
+    except Exception as error:
+        if not out_of_memory(error):
+            raise  # else the traceback holds tensors until here
     gc.collect()
     torch.cuda.empty_cache()
-    return None
+    return OUT_OF_MEMORY

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from rpe3d.evaluate.memory import out_of_memory
 from rpe3d.evaluate.suites.chat import Chat
 
 Generator = Callable[[Sequence[str], int, bool], list[str]]
@@ -19,8 +20,8 @@ def generator(model: Any, chat: Chat) -> Generator:
     def generate(prompts: Sequence[str], max_new: int, line_only: bool) -> list[str]:
         try:
             return _answers(model, chat, prompts, max_new, line_only)
-        except torch.OutOfMemoryError:
-            if len(prompts) == 1:
+        except Exception as error:
+            if len(prompts) == 1 or not out_of_memory(error):
                 raise
         torch.cuda.empty_cache()
         half = len(prompts) // 2

@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
-
-import torch
 
 from rpe3d.config import ConfigError
 from rpe3d.evaluate.perplexity import mean_nll
@@ -44,10 +41,19 @@ class Means:
     texts: Mapping[Task, Sequence[Text]]
     """Of `ppl` and `copy`, and RULER's haystack."""
     ranks: Ranks
+    last: dict[tuple[Task, int], list[Sample]] = field(default_factory=dict)
+    """The questions that were made last: other laws are asked the same, and RULER's take a minute to make."""
 
 
 def samples_of(means: Means, task: Task, length: int) -> list[Sample]:
     """The questions of a task, as many as asked for."""
+    if (task, length) not in means.last:
+        means.last.clear()
+        means.last[task, length] = _samples(means, task, length)
+    return means.last[task, length]
+
+
+def _samples(means: Means, task: Task, length: int) -> list[Sample]:
     group, name = task
     ask = means.ask
     if group == "ruler":
@@ -67,32 +73,27 @@ def predict(means: Means, task: Task, length: int, file: Path | None, advance: A
     group, name = task
     samples = samples_of(means, task, length)
     writes = file if means.ranks.first else None
-    done = means.ranks.from_first({record["index"]: record for record in (kept(writes) if writes else ())})
+    earlier = means.ranks.together(lambda: kept(writes) if writes else [])[0]
+    done = {record["index"]: record for record in earlier}
     sizes = {i: sum(map(len, sample.prompts)) for i, sample in enumerate(samples)}
     waiting = sorted((i for i in sizes if i not in done), key=lambda i: -sizes[i])
     ask, count, began = means.ask, means.ranks.count, time.perf_counter()
     batches = [waiting[at : at + ask.batch] for at in range(0, len(waiting), ask.batch)]
     for at in range(0, len(batches), count):
         mine = batches[at : at + count][means.ranks.index : means.ranks.index + 1]
-        records = _together(means.ranks, partial(_records, means, samples, task, mine))
+        parts = means.ranks.together(partial(_records, means, samples, task, mine))
+        records = [record for part in parts for record in part]
         done |= {record["index"]: record for record in records}
-        if writes is not None:
-            append(writes, records)
+        means.ranks.together(partial(_keep, writes, records))
         advance(len(done) / len(samples))
     pace = round(60 * len(waiting) / (time.perf_counter() - began), 2) if waiting else None
     score: Score = suite(group).score(name, [done[i] for i in sizes])
     return replace(score, pace=pace)
 
 
-def _together(everybody: Ranks, work: Callable[[], list[Any]]) -> list[Any]:
-    """What all processes made. Memory that runs out in one of them runs out in all, so that none waits for another."""
-    mine: list[Any] | None = None
-    with suppress(torch.OutOfMemoryError, MemoryError):
-        mine = work()
-    parts = everybody.gather(mine)
-    if any(part is None for part in parts):
-        raise MemoryError
-    return [item for part in parts for item in part or ()]
+def _keep(file: Path | None, records: Sequence[Record]) -> None:
+    if file is not None:
+        append(file, records)
 
 
 def _records(means: Means, samples: Sequence[Sample], task: Task, batches: Sequence[Sequence[int]]) -> list[Record]:
@@ -132,14 +133,15 @@ def probe(means: Means, task: Task, length: int, file: Path | None, advance: Adv
     )
     bench.total = bench.work(length)
     kind = {"ppl": "windows", "copy": "copies", "passkey": "passkeys"}[group]
-    found = _together(means.ranks, lambda: MEASURERS[group](bench, length)[kind])
-    trials = sorted(found, key=lambda item: int(item[0]))
+    parts = means.ranks.together(lambda: MEASURERS[group](bench, length)[kind])
+    trials = sorted((trial for part in parts for trial in part), key=lambda trial: int(trial[0]))
     score, records = SUMMARIES[group](trials, ask.protocol)
     if not math.isfinite(score.score):
         raise ConfigError(f"{title(task)} gave no finite number", "the model's likelihoods are NaN or infinite")
-    if file is not None and means.ranks.first:
-        file.unlink(missing_ok=True)
-        append(file, records)
+    writes = file if means.ranks.first else None
+    if writes is not None:
+        writes.unlink(missing_ok=True)
+    means.ranks.together(partial(_keep, writes, records))
     return score
 
 

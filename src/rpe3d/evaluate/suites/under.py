@@ -27,7 +27,7 @@ def laws_of(model: Any, entries: Sequence[Entry], lengths: Sequence[int]) -> dic
     own = law_of(model)
     if not entries:
         return {(own.name if own else STOCK, length): None for length in lengths}
-    facts = _facts(own) if own else model_facts(model)
+    facts = facts_of(model)
     made: dict[Place, Law | ConfigError | None] = {}
     for entry in entries:
         for length in lengths:
@@ -42,7 +42,11 @@ def laws_of(model: Any, entries: Sequence[Entry], lengths: Sequence[int]) -> dic
     return made
 
 
-def _facts(law: Law) -> dict[str, Any]:
+def facts_of(model: Any) -> dict[str, Any]:
+    """What `make_law` needs to know of a model, which keeps the law that it carries."""
+    law = law_of(model)
+    if law is None:
+        return model_facts(model)
     return {key: value for key, value in law.to_dict().items() if key not in ("name", "context", *law.parameters())}
 
 
