@@ -16,7 +16,7 @@ from rpe3d.geometry import LAWS
 
 CPU = torch.device("cpu")
 SMALL = {
-    "3d-rpe": {"chunk": 16, "window": 32, "reach": 64, "focus": 1.5, "fade": 0.75},
+    "3d-rpe": {"chunk": 16, "window": 32, "reach": 64, "focus": 1.5, "fade": 0.75, "sinks": 2},
     "3d-rpe-definition": {"chunk": 50},
     "3d-rpe-dual-chunk": {"chunk": 20, "window": 48, "phi_base": 1.5},
     "dca": {"chunk": 20, "window": 48},

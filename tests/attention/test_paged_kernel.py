@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 
 LAWS = {
     "rope": {},
-    "3d-rpe": {"chunk": 16, "window": 32, "reach": 64, "focus": 1.5, "fade": 0.75},
+    "3d-rpe": {"chunk": 16, "window": 32, "reach": 64, "focus": 1.5, "fade": 0.75, "sinks": 3},
     "3d-rpe-definition": {"chunk": 50},
     "3d-rpe-dual-chunk": {"chunk": 20, "window": 48, "phi_base": 1.5},
     "dca": {"chunk": 20, "window": 48},

@@ -21,7 +21,7 @@ pytestmark = [
 
 # Small enough that 150 tokens hold every region, with borders inside tiles.
 LAWS = {
-    "3d-rpe": {"chunk": 16, "window": 32, "reach": 56, "focus": 0.5, "fade": 0.25},
+    "3d-rpe": {"chunk": 16, "window": 32, "reach": 56, "focus": 0.5, "fade": 0.25, "sinks": 3},
     "3d-rpe-definition": {"chunk": 50},
     "3d-rpe-dual-chunk": {"chunk": 20, "window": 48, "phi_base": 1.5},
     "dca": {"chunk": 20, "window": 48},
@@ -70,7 +70,10 @@ def test_any_length_around_chunk_window_and_tile(name, t, device):
 @pytest.mark.parametrize("name", ["3d-rpe", "dca", "rerope"])
 def test_tiles_may_be_longer_or_shorter_than_chunks(name, blocks, device):
     """Chunks of 1 to 20 tokens and of more than the text: many in a tile, none in step with it, all in one."""
-    sizes = {"3d-rpe": [{"chunk": c, "window": 2 * c} for c in (1, 7, 16)], "dca": [{"chunk": 3, "window": 5}]}
+    sizes = {
+        "3d-rpe": [{"chunk": c, "window": 2 * c, "sinks": min(c, 3)} for c in (1, 7, 16)],
+        "dca": [{"chunk": 3, "window": 5}],
+    }
     for parameters in sizes.get(name, [{"window": 1}, {"window": 63}]):
         x = problem(law_for(name, **parameters), device, t=90)
         assert_as_good(x, *run(x, block_m=blocks[0], block_n=blocks[1]))

@@ -50,7 +50,14 @@ def test_the_table_is_data_and_the_rest_is_not(folder, tmp_path, capsys):
     for row in results["rows"]:
         assert row["status"] == "ok"
         assert f"{row['copy_nll']:.2f}" in words
-    assert results["rows"][3]["parameters"] == {"chunk": 8, "window": 16, "reach": 64, "focus": 0.0, "fade": 0.0}
+    assert results["rows"][3]["parameters"] == {
+        "chunk": 8,
+        "window": 16,
+        "reach": 64,
+        "focus": 0.0,
+        "fade": 0.0,
+        "sinks": 0,
+    }
     assert [p.name for p in tmp_path.iterdir()] == ["r.json"]
 
 
@@ -181,7 +188,7 @@ def test_laws_are_names_names_with_parameters_and_files(tmp_path):
         GivenLaw(
             label="mine",
             name="3d-rpe",
-            parameters={"chunk": 16, "window": 80, "reach": 128, "focus": 0.0, "fade": 0.0},
+            parameters={"chunk": 16, "window": 80, "reach": 128, "focus": 0.0, "fade": 0.0, "sinks": 0},
             pretrained=256,
         ),
     ]  # fmt: skip

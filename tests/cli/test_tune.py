@@ -55,7 +55,7 @@ def test_the_law_file_holds_the_choice_and_its_evidence(folder, tmp_path, capsys
     assert captured.err.splitlines()[-1].startswith(f"wrote {out}")
     given = law(str(out))
     assert (given.label, given.name, given.pretrained) == ("law", "3d-rpe", 256)
-    assert given.parameters == {"chunk": 40, "window": 80, "reach": 120, "focus": FOCUS, "fade": FADE}
+    assert given.parameters == {"chunk": 40, "window": 80, "reach": 120, "focus": FOCUS, "fade": FADE, "sinks": 0}
 
 
 def test_compare_takes_the_law_file(folder, tmp_path, capsys, monkeypatch):
@@ -67,7 +67,7 @@ def test_compare_takes_the_law_file(folder, tmp_path, capsys, monkeypatch):
     assert main(["compare", str(folder), "--laws", f"3d-rpe,{out}", *argv, "--json", str(file)]) == 0
     rows = json.loads(file.read_text())["rows"]
     assert [row["law"] for row in rows] == ["3d-rpe", "mine"]
-    assert rows[1]["parameters"] == {"chunk": 32, "window": 64, "reach": 96, "focus": FOCUS, "fade": FADE}
+    assert rows[1]["parameters"] == {"chunk": 32, "window": 64, "reach": 96, "focus": FOCUS, "fade": FADE, "sinks": 0}
 
 
 def test_a_model_that_copies_nothing_gets_the_rule_of_thumb_and_is_told_so(folder, tmp_path, capsys):

@@ -223,3 +223,19 @@ def test_a_reach_of_one_s_own_comes_without_fading():
     for name in ("focus", "fade"):
         with pytest.raises(ConfigError, match=name):
             make_law("3d-rpe", **given, **{name: -1})
+
+
+def test_the_first_tokens_stand_where_they_did_and_do_not_fade():
+    given = {"pretrained": 8192, "context": 65536, "head_dim": 64}
+    plain, law = make_law("3d-rpe", **given), make_law("3d-rpe", **given, sinks=4)
+    near, sinks, far = law.regions
+    assert (near.fade, sinks.fade, far.fade) == (None, None, plain.regions[1].fade)
+    query, key = torch.meshgrid(torch.tensor([0, 3000, 3072, 40000]), torch.arange(8), indexing="ij")
+    inside = torch.stack([region.contains(query, key) for region in law.regions])
+    assert (inside.sum(0) == 1).all()
+    assert sinks.contains(query, key)[2].tolist() == [True] * 4 + [False] * 4
+    assert torch.equal(law.relative_position(query, key), plain.relative_position(query, key))
+    assert len(make_law("3d-rpe", **given, sinks=4, focus=0, fade=0).regions) == 2
+    for wrong in (-1, 513, 1.5):
+        with pytest.raises(ConfigError, match="sinks"):
+            make_law("3d-rpe", **given, sinks=wrong)

@@ -93,12 +93,12 @@ def step(x: Inputs) -> Step:
 class Plan:
     """A law as the kernel is compiled for it.
 
-    The chunk that tiles keep to (None: no chunks); for each region its band, as (unit, first, last, keys), and whether
-    it turns q at all; whether the first region fades, as none of the others does.
+    The chunk that tiles keep to (None: no chunks); for each region its band, as (unit, first, last, keys, start), and
+    whether it turns q at all; whether the first region fades, as none of the others does.
     """
 
     chunk: int | None = None
-    bands: tuple[tuple[int, int, int, int], ...] = ()
+    bands: tuple[tuple[int, int, int, int, int], ...] = ()
     turning: tuple[bool, ...] = ()
     fades: bool = False
     refusal: str | None = None
@@ -133,11 +133,12 @@ def _ordered(law: Law) -> list[Region]:
     return sorted(law.regions, key=lambda region: region.fade is None)
 
 
-def band(region: Region) -> tuple[int, int, int, int]:
+def band(region: Region) -> tuple[int, int, int, int, int]:
     """Its chunk distances and keys, with numbers that nothing reaches in the place of none."""
     first = region.first or 0  # causality cuts below the diagonal anyway
     last = _NEVER if region.last is None else region.last
-    return min(region.unit, _NEVER), first, last, _NEVER + 1 if region.keys is None else region.keys
+    keys = _NEVER + 1 if region.keys is None else region.keys
+    return min(region.unit, _NEVER), first, last, keys, region.start
 
 
 def still(turn: Turn) -> bool:

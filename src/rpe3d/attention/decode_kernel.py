@@ -52,6 +52,8 @@ def _band(BANDS: tl.constexpr, R: tl.constexpr, p, start, stop):
     UNIT: tl.constexpr = BANDS[R][0]
     chunk = (p.to(tl.int32) // UNIT).to(tl.int64)  # positions fit into 32 bits, where division is much cheaper
     low = tl.maximum((chunk - BANDS[R][2]) * UNIT, start)
+    if BANDS[R][4] > 0:
+        low = tl.maximum(low, BANDS[R][4])
     high = tl.minimum(tl.minimum((chunk - BANDS[R][1] + 1) * UNIT, p + 1), tl.minimum(stop, BANDS[R][3]))
     return low, high
 

@@ -194,9 +194,9 @@ def _part(x: Inputs, batch: slice, queries: list[int], where: slice, positions: 
 
 def _seen(region: Region, p: int, keys: range) -> tuple[int, int]:
     """The keys [low, high) that a query at p sees in a region: Region.contains, causally."""
-    unit, first, last, most = band(region)
+    unit, first, last, most, least = band(region)
     chunk = p // unit
-    return max((chunk - last) * unit, keys.start), min((chunk - first + 1) * unit, p + 1, keys.stop, most)
+    return max((chunk - last) * unit, keys.start, least), min((chunk - first + 1) * unit, p + 1, keys.stop, most)
 
 
 def _cut(low: int, high: int, chunk: int | None) -> list[tuple[int, int]]:

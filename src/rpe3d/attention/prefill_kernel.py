@@ -32,6 +32,7 @@ LOG2_E = math.log2(math.e)
 def _interval(band, p, start, stop):
     """The keys [low, high) that queries at p see in a region, of those in [start, stop): Region.contains, causally."""
     chunk = (tl.maximum(p, 0) // band[0]).to(tl.int64)
+    start = tl.maximum(start, band[4])
     low = tl.maximum((chunk - band[2]) * band[0], start)
     high = tl.minimum(tl.minimum((chunk - band[1] + 1) * band[0], p + 1), tl.minimum(stop, band[3]))
     return low.to(tl.int32), tl.maximum(high, start).to(tl.int32)

@@ -57,7 +57,7 @@ def schedule(regions: tuple[Region, ...], queries: range, keys: range, rows: int
 
     Both ranges are consecutive positions, the keys' from 0, and every query is among the keys.
     """
-    if keys.start != 0 or not regions or not all(_has_calls(region) for region in regions):
+    if keys.start != 0 or not regions or not all(_has_calls(region, regions[0].last) for region in regions):
         return ()
     units = {region.unit for region in regions}
     if len(units) > 1:
@@ -67,8 +67,15 @@ def schedule(regions: tuple[Region, ...], queries: range, keys: range, rows: int
     return tuple(_chunk_blocks(regions, units.pop(), queries, keys, rows))
 
 
-def _has_calls(region: Region) -> bool:
-    return region.keys is None or (region.unit == 1 and region.first is not None and region.last is None)
+def _has_calls(region: Region, near: int | None) -> bool:
+    """Which keys a region has may be bounded where it is all that lies beyond; in chunks, by keys of the first one."""
+    if region.keys is None and not region.start:
+        return True
+    if region.first is None or region.last is not None:
+        return False
+    if region.unit == 1:
+        return not region.start
+    return near is not None and region.first == near + 1 and (region.keys or region.start) <= region.unit
 
 
 def _chunked(regions: tuple[Region, ...]) -> bool:
@@ -167,8 +174,11 @@ def _chunk_calls(i: int, region: Region, chunk: int, block: range, count: int, k
                     yield Call(region=i, query=rows, rows=per_chunk, key=key, columns=stop - key)
     else:
         shared = (first_chunk - first + 1) * chunk
-        if shared > 0:
-            yield Call(region=i, query=block.start, rows=len(block), key=0, columns=shared)
+        key, stop = region.start, min(shared, region.keys or shared)
+        if key < stop:
+            yield Call(region=i, query=block.start, rows=len(block), key=key, columns=stop - key)
+        if region.keys is not None:
+            return
         side = 1
         while side < count:  # of every two sides, the second sees the keys of the first
             size, times = side * chunk, count // (2 * side)

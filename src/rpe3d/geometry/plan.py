@@ -122,7 +122,7 @@ class Fade:
 
 @dataclass(frozen=True, kw_only=True)
 class Region:
-    """Pairs with first <= query div unit - key div unit <= last, and key < keys; how q and k are turned there.
+    """Pairs with first <= query div unit - key div unit <= last, and start <= key < keys; how q and k are turned there.
 
     `unit` 1 makes bands of distances, `unit` c bands of chunk distances. The band is cut by causality when
     attention executes it; `first` None reaches down to and past the diagonal.
@@ -131,6 +131,7 @@ class Region:
     unit: int = 1
     first: int | None = None
     last: int | None = None
+    start: int = 0
     keys: int | None = None
     query: Turn = STOCK
     key: Turn = STOCK
@@ -139,7 +140,7 @@ class Region:
     def contains(self, query: Int[Tensor, "*p"], key: Int[Tensor, "*p"]) -> Bool[Tensor, "*p"]:
         """Which of the pairs lie in this region (causality aside)."""
         steps = query // self.unit - key // self.unit
-        inside = torch.ones_like(steps, dtype=torch.bool)
+        inside = key >= self.start
         if self.first is not None:
             inside &= steps >= self.first
         if self.last is not None:

@@ -15,16 +15,24 @@ FOCUS, FADE = 1.0, 0.25
 """How far keys weigh when there are more of them than the model knows; measured on two models (docs/log.md)."""
 
 
-def bounded_regions(chunk: int, near_chunks: int, slope: float, fade: Fade | None = None) -> tuple[Region, ...]:
+def bounded_regions(
+    chunk: int, near_chunks: int, slope: float, fade: Fade | None = None, sinks: int = 0
+) -> tuple[Region, ...]:
     """f = (m - n) + c [ r a + (1 - r) min(a, A) ]: the pair's own two coordinates, a = i - j (eq. 5).
 
-    Plain RoPE up to chunk distance A; beyond it a query stands at m + c (r i + (1 - r) A), a key at n + c r j.
+    Plain RoPE up to chunk distance A; beyond it a query stands at m + c (r i + (1 - r) A), a key at n + c r j. Far keys
+    fade, but for the first `sinks` of all.
     """
     far_query = Turn(chunk=chunk, offset=1.0, stride=chunk * slope, start=chunk * (1 - slope) * near_chunks)
     far_key = Turn(chunk=chunk, offset=1.0, stride=chunk * slope)
+    first = near_chunks + 1
+    near = Region(unit=chunk, last=near_chunks)
+    if fade is None or not sinks:
+        return (near, Region(unit=chunk, first=first, query=far_query, key=far_key, fade=fade))
     return (
-        Region(unit=chunk, last=near_chunks),
-        Region(unit=chunk, first=near_chunks + 1, query=far_query, key=far_key, fade=fade),
+        near,
+        Region(unit=chunk, first=first, keys=sinks, query=far_query, key=far_key),
+        Region(unit=chunk, first=first, start=sinks, query=far_query, key=far_key, fade=fade),
     )
 
 
@@ -42,6 +50,9 @@ class Bounded(Law):
         None, "a query at p > R takes far keys (log p / log R)^focus times sharper; default 1, with your own reach 0"
     )
     fade: float = parameter(None, "and gives them (R / p)^fade of their weight; default 1/4, with your own reach 0")
+    sinks: int = parameter(
+        0, "first tokens that do not fade, at most a chunk; 1 suits a model whose texts open with BOS"
+    )
 
     def check(self) -> dict[str, Any]:
         longest = self.pretrained
@@ -79,7 +90,8 @@ class Bounded(Law):
             name: default[name] if value is None else real(name, value, least=0.0, most=8.0)
             for name, value in given.items()
         }
-        return {"chunk": chunk, "window": window, "reach": reach, **weights}
+        sinks = whole("sinks", self.sinks, least=0, most=chunk)
+        return {"chunk": chunk, "window": window, "reach": reach, **weights, "sinks": sinks}
 
     @property
     def near_chunks(self) -> int:
@@ -95,7 +107,7 @@ class Bounded(Law):
     def regions(self) -> tuple[Region, ...]:
         faded = self.fade or self.focus
         fade = Fade(rate=self.fade, focus=self.focus, span=float(self.reach)) if faded else None
-        return bounded_regions(self.chunk, self.near_chunks, self.slope, fade)
+        return bounded_regions(self.chunk, self.near_chunks, self.slope, fade, self.sinks)
 
 
 def interpolated_chunk(pretrained: int, context: int, chunk: int) -> int:
