@@ -57,7 +57,7 @@ def test_every_law_gives_whole_rows_and_leaves_the_model_stock(model, tokenizer,
 
 
 def test_a_row_is_measured_under_its_law(model, tokenizer, text):
-    parameters = {"chunk": 8, "window": 16, "reach": 64, "focus": 0.5, "fade": 0.25}
+    parameters = {"chunk": 8, "window": 16, "reach": 64, "focus": 0.5, "fade": 0.25, "sinks": 1}
     entry = Entry(label="mine", law="3d-rpe", parameters=parameters)
     settings = Settings(laws=["rope", entry], lengths=[512], measures=["ppl"], windows=2)
     stock, ours = compare(model, tokenizer, settings, texts=text)["rows"]
