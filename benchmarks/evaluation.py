@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from rpe3d.cli.arguments import laws, size, sizes
+from rpe3d.config import ConfigError
 from rpe3d.evaluate import Entry
 from rpe3d.evaluate.ranks import Ranks
 from rpe3d.evaluate.suites.ask import Ask, parse_tasks, title
@@ -147,20 +148,24 @@ def main() -> None:
     origin["recipe"] = origin["recipe"].replace(str(given.data), "DATA")
     if given.model != "default":
         origin["recipe"] = origin["recipe"].replace(given.model, "FOLDER")
-    with (given.out / f"evaluation-{'cuda' if CUDA else 'cpu'}.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, (*COLUMNS, *NUMBERS))
-        writer.writeheader()
-        for (label, _), law in laws_of(model, entries, [length]).items():
-            if isinstance(law, Exception):
-                raise law
-            for batch in given.batch:
-                ask = Ask(tasks=[task], lengths=[length], limit=given.samples, batch=batch)
-                answers = generator(model, chat)
-                means = Means(model=model, chat=chat, generate=answers, ask=ask, data=data, texts={}, ranks=Ranks())
-                with under(model, law):
-                    writer.writerow(origin | row(means, task, length, label, batch, given.repeat))
-                file.flush()  # a row takes minutes
+    rows: list[dict[str, Any]] = []
+    for (label, _), law in laws_of(model, entries, [length]).items():
+        if isinstance(law, Exception):
+            raise law
+        for batch in given.batch:
+            ask = Ask(tasks=[task], lengths=[length], limit=given.samples, batch=batch)
+            answers = generator(model, chat)
+            means = Means(model=model, chat=chat, generate=answers, ask=ask, data=data, texts={}, ranks=Ranks())
+            with under(model, law):
+                rows.append(origin | row(means, task, length, label, batch, given.repeat))
+            with (given.out / f"evaluation-{'cuda' if CUDA else 'cpu'}.csv").open("w", newline="") as file:
+                writer = csv.DictWriter(file, (*COLUMNS, *NUMBERS))
+                writer.writeheader()
+                writer.writerows(rows)  # as they come: a row takes minutes
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ConfigError as error:
+        raise SystemExit(f"error: {error.problem}\nhint: {error.hint}") from None

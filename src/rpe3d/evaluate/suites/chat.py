@@ -42,8 +42,7 @@ class Chat:
     def wrap(self, prompt: str, system: str = "") -> str:
         """The prompt as a user's turn, after which the assistant's begins.
 
-        Only a template has a place for `system`. Where it has none, that text opens the user's turn, as Gemma 3's own
-        template has it.
+        Only a template has a place for `system`. Where it has none, that text opens the user's turn.
         """
         if self.form != TEMPLATE:
             before, after = FORMS[self.form].split("{prompt}")
