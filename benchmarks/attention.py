@@ -382,7 +382,7 @@ def main() -> None:
     cuda = torch.cuda.is_available() and not arguments.cpu
     if cuda:
         for name in LAWS:
-            for tokens in (1024, 4000, 5000):
+            for tokens in (700, 1024, 4000, 5000):
                 check(name, tokens)
         parts = {f.__name__: f for f in (prefill, training, decoding, paging, memory, growth)}
         for part in arguments.parts.split(","):

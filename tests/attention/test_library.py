@@ -1,4 +1,4 @@
-"""The library's calls: the rows that fill up a short end change nothing."""
+"""The library's calls: the rows that fill up a short end change nothing, and a backward sees dense outputs."""
 
 from types import SimpleNamespace
 
@@ -43,3 +43,34 @@ def test_a_short_end_is_filled_up_and_its_rows_are_the_same(cudnn, rows, columns
     assert cudnn[0] == called
     torch.testing.assert_close(out, truth[0])
     torch.testing.assert_close(lse, truth[1][..., 0])
+
+
+def views(rows):
+    """Queries [2, 3, rows, 8] in several layouts: dense, heads last, cut out of more rows, heads last and cut out."""
+    dense = torch.randn(2, 3, 2 * rows, 8)
+    last = torch.randn(2, 2 * rows, 3, 8).transpose(1, 2)
+    return [dense[:, :, :rows].contiguous(), last[:, :, :rows].clone(), dense[:, :, :rows], last[:, :, :rows]]
+
+
+@pytest.mark.parametrize("q", range(4))
+@pytest.mark.parametrize("x", range(4))
+def test_what_a_backward_sees_lies_as_an_output_of_the_forward_does(q, x):
+    """cuDNN's plans are kept by q, k and v; PyTorch's own output for a q is `empty_like(q)`."""
+    q, x = views(5)[q], views(5)[x]
+    laid = library.laid_out(x, q)
+    assert laid.stride() == torch.empty_like(q).stride()
+    assert torch.equal(laid, x)
+
+
+def test_the_backward_of_cudnn_gets_everything_laid_out(monkeypatch):
+    seen = {}
+
+    def backward(do, q, k, v, o, lse, *rest, scale):
+        seen.update(do=do.stride(), o=o.stride(), lse=lse.stride())
+        return q, k, v
+
+    monkeypatch.setattr(library, "aten", SimpleNamespace(_scaled_dot_product_cudnn_attention_backward=backward))
+    q = torch.randn(2, 3, 5, 8)
+    cut = torch.randn(2, 3, 9, 8)[:, :, :5]
+    BACKENDS["cudnn"].backward(cut, q, q, q, cut, torch.randn(2, 3, 9)[:, :, :5], True, 0.3)
+    assert seen == {"do": q.stride(), "o": q.stride(), "lse": (15, 5, 1, 1)}

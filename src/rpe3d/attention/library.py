@@ -65,12 +65,12 @@ def _cudnn_backward(
 ) -> Gradients:
     unused = torch.empty((), dtype=torch.int64, device=q.device)  # the random state, read with dropout only
     dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
-        do,
+        laid_out(do, q),
         q,
         k,
         v,
-        o,
-        lse[..., None],
+        laid_out(o, q),
+        lse.contiguous()[..., None],
         unused,
         unused,
         None,
@@ -83,6 +83,17 @@ def _cudnn_backward(
         scale=scale,
     )
     return dq, dk, dv
+
+
+def laid_out(x: Float[Tensor, "b h t e"], q: Float[Tensor, "b h t d"]) -> Float[Tensor, "b h t e"]:
+    """x, dense, with its dimensions in the order of q's: as the forward would have returned an output for q.
+
+    PyTorch keeps the plans of cuDNN's backward by the shapes and strides of q, k and v alone, and expects the rest to
+    lie so. With an output that lies in another way it takes the plan of an earlier call, and the gradients are garbage.
+    """
+    order = sorted(range(4), key=q.stride, reverse=True)
+    inverse = sorted(range(4), key=order.__getitem__)
+    return x.permute(order).contiguous().permute(inverse)
 
 
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Forward:
