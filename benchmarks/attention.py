@@ -353,6 +353,13 @@ def add(
     )
 
 
+def keep(rows: Rows, stem: Path, *, cuda: bool) -> None:
+    with stem.with_suffix(".csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, (*COLUMNS, *NUMBERS))
+        writer.writeheader()
+        writer.writerows(stamp(cuda=cuda) | row for row in rows)
+
+
 def draw(rows: Rows, path: Path) -> None:
     """Speed relative to the peer, a bar per row, with the goal marked."""
     from matplotlib.figure import Figure
@@ -380,6 +387,8 @@ def main() -> None:
     torch.manual_seed(0)
     rows: Rows = []
     cuda = torch.cuda.is_available() and not arguments.cpu
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    stem = arguments.out / f"attention-{'cuda' if cuda else 'cpu'}"
     if cuda:
         for name in LAWS:
             for tokens in (700, 1024, 4000, 5000):
@@ -388,14 +397,10 @@ def main() -> None:
         for part in arguments.parts.split(","):
             parts[part](rows)
             torch.cuda.empty_cache()
+            keep(rows, stem, cuda=True)
     else:
         on_cpu(rows)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    stem = arguments.out / f"attention-{'cuda' if cuda else 'cpu'}"
-    with stem.with_suffix(".csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, (*COLUMNS, *NUMBERS))
-        writer.writeheader()
-        writer.writerows(stamp(cuda=cuda) | row for row in rows)
+        keep(rows, stem, cuda=False)
     draw(rows, stem.with_suffix(".png"))
 
 
