@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from refusal import refusal
@@ -56,6 +57,37 @@ def test_the_law_file_holds_the_choice_and_its_evidence(folder, tmp_path, capsys
     given = law(str(out))
     assert (given.label, given.name, given.pretrained) == ("law", "3d-rpe", 256)
     assert given.parameters == {"chunk": 40, "window": 80, "reach": 120, "focus": FOCUS, "fade": FADE, "sinks": 0}
+
+
+def test_the_first_token_keeps_its_weight_where_that_costs_less(folder, tmp_path, capsys, monkeypatch):
+    usual = copies_up_to(256)
+
+    def measure(model, *_):
+        law = rpe3d.law_of(model)
+        return [replace(one, again=one.again - 0.01 * law.sinks) if law else one for one in usual()]
+
+    monkeypatch.setattr(effective, "measure_distances", measure)
+    out = tmp_path / "law.json"
+    assert run(folder, "--context", "1k", "--out", out, "--trials", "3", "--device", "cpu") == 0
+    content = json.loads(out.read_text())
+    assert (content["chunk"], content["window"], content["reach"]) == (64, 64, 128)
+    assert (content["focus"], content["fade"], content["sinks"]) == (FOCUS, 0.5, 1)
+    weighed = content["measured"]["weighed"]
+    assert weighed["even"] == {"length": 512, "seeds": [0, 1], "text": 2.5, "again": pytest.approx(0.1)}
+    assert weighed["anchored"]["again"] == pytest.approx(0.09)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "reach 128: half of the pretrained length" in said
+    assert "at 512 tokens text and repetitions cost 2.500 + 0.100 nats where all far keys fade, 2.500 + 0.090" in said
+
+
+def test_a_context_that_the_model_uses_anyway_is_exact(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(effective, "measure_distances", copies_up_to(256))
+    out = tmp_path / "law.json"
+    assert run(folder, "--context", "256", "--out", out, "--device", "cpu") == 0
+    assert "all of it is exact RoPE" in capsys.readouterr().out
+    content = json.loads(out.read_text())
+    assert content["measured"]["weighed"] == {}
+    assert (content["window"], content["reach"], content["focus"], content["fade"]) == (192, 256, 0.0, 0.0)
 
 
 def test_compare_takes_the_law_file(folder, tmp_path, capsys, monkeypatch):

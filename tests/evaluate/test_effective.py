@@ -8,8 +8,17 @@ import torch
 import rpe3d
 from rpe3d.config import ConfigError
 from rpe3d.evaluate import Tokens, effective
-from rpe3d.evaluate.effective import Distance, averaged, effective_context, make_nested, measure_distances, pick
+from rpe3d.evaluate.effective import (
+    Distance,
+    averaged,
+    effective_context,
+    make_nested,
+    measure_distances,
+    pick,
+    weigh,
+)
 from rpe3d.geometry.three_d import FADE, FOCUS
+from rpe3d.models import restore
 
 TEXT = [Tokens(name="a", ids=torch.arange(1, 6000)), Tokens(name="b", ids=torch.arange(6000, 9000))]
 
@@ -91,30 +100,54 @@ def test_the_effective_context_ends_at_the_first_failure(measured, found):
 
 
 @pytest.mark.parametrize(
-    ("effective", "chunk", "window", "reach"),
+    ("effective", "pretrained", "chunk", "windows", "reach"),
     [
-        (5120, 512, 2560, 3840),
-        (2048, 128, 1024, 1536),
-        (4096, 256, 2048, 3072),
-        (131072, 512, 61440, 98304),
-        (1024, 128, 512, 768),
-        (64, 16, 32, 48),
+        (5120, 8192, 512, (2560, 2048), 3840),
+        (2048, 2048, 128, (640, 512), 1024),
+        (4096, 4096, 256, (1280, 1024), 2048),
+        (131072, 131072, 512, (40960, 32768), 65536),
+        (1024, 2048, 128, (512, 384), 768),
+        (64, 64, 16, (16, 16), 32),
     ],
 )
-def test_all_follows_from_the_effective_context(effective, chunk, window, reach):
-    assert pick(effective) == {"chunk": chunk, "window": window, "reach": reach, "focus": FOCUS, "fade": FADE}
-    rpe3d.make_law("3d-rpe", pretrained=effective, context=8 * effective, head_dim=64, **pick(effective))
+@pytest.mark.parametrize("anchored", [False, True])
+def test_all_follows_from_the_effective_context(effective, pretrained, chunk, windows, reach, anchored):
+    chosen = pick(effective, pretrained, 8 * pretrained, anchored=anchored)
+    shape = {"chunk": chunk, "window": windows[anchored], "reach": reach, "focus": FOCUS}
+    assert chosen == shape | ({"fade": 0.5, "sinks": 1} if anchored else {"fade": FADE, "sinks": 0})
+    rpe3d.make_law("3d-rpe", pretrained=pretrained, context=8 * pretrained, head_dim=64, **chosen)
+
+
+@pytest.mark.parametrize("pretrained", [64, 1000, 2048, 8192])
+def test_a_context_that_the_model_uses_is_exact(pretrained):
+    chosen = pick(pretrained, pretrained, pretrained)
+    law = rpe3d.make_law("3d-rpe", pretrained=pretrained, context=pretrained, head_dim=64, **chosen)
+    q, k = torch.tensor([pretrained - 1]), torch.arange(pretrained)
+    assert torch.equal(law.relative_position(q, k), (q - k).double())
 
 
 @pytest.mark.parametrize("pretrained", [2048, 4096, 8192, 32768])
 def test_the_rule_agrees_in_form_with_the_defaults_of_3d_rpe(pretrained):
     """The default takes 2/3 of the pretrained length for the effective context."""
     law = rpe3d.make_law("3d-rpe", pretrained=pretrained, context=8 * pretrained, head_dim=64)
-    chosen = pick(2 * pretrained // 3)
+    chosen = pick(2 * pretrained // 3, pretrained, 8 * pretrained)
     assert chosen["reach"] == pytest.approx(law.reach, rel=0.01)
     assert chosen["window"] == pytest.approx(law.window, rel=0.21)  # a chunk
-    assert (chosen["focus"], chosen["fade"]) == (law.focus, law.fade)
+    assert (chosen["focus"], chosen["fade"], chosen["sinks"]) == (law.focus, law.fade, law.sinks)
     assert chosen["chunk"] in (min(512, law.chunk), law.chunk // 2) or chosen["chunk"] == 128
+
+
+def test_both_choices_are_weighed_on_the_same_windows_and_the_model_is_stock_again(model):
+    text = [Tokens(name="a", ids=torch.randint(2, 250, (4000,), generator=torch.Generator().manual_seed(0)))]
+    found = weigh(model, 160, 256, text, 512, [0, 1], (), quiet)
+    assert rpe3d.law_of(model) is None
+    extended = rpe3d.extend(model, "3d-rpe", context=512, **pick(160, 256, 512, anchored=True))
+    alone = measure_distances(extended, text, 512, [0, 1], (), quiet)
+    restore(model)
+    assert found["anchored"].again == pytest.approx(sum(one.again for one in alone) / 8)
+    assert found["anchored"].text == pytest.approx(sum(one.text for one in alone) / 8)
+    assert found["anchored"] != found["even"]
+    assert found["even"].cost == found["even"].text + found["even"].again
 
 
 def test_too_little_text_or_too_few_positions_are_refused():

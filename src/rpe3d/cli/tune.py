@@ -1,7 +1,8 @@
-"""`rpe3d tune`: measures the context that a model really uses, and picks chunk, window and reach of 3d-rpe for it.
+"""`rpe3d tune`: measures the context that a model really uses, and picks the parameters of 3d-rpe for it.
 
 The law file: what `Law.to_dict` gives, and "measured": {"command", "model", "versions", "texts", "seeds", "criterion",
-"effective": positions, or 0 where it copies from nowhere, "distances": [{"distance", "first", "again", "text"}]}.
+"effective": positions, or 0 where it copies from nowhere, "distances": [{"distance", "first", "again", "text"}],
+"weighed": {"even" and "anchored": {"length", "seeds", "text", "again"}}, empty where there was nothing to choose}.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from rpe3d.cli.compare import add_model_arguments, add_text_arguments, load_mode
 from rpe3d.config import ConfigError, whole
 
 if TYPE_CHECKING:
-    from rpe3d.evaluate.effective import Distance
+    from rpe3d.evaluate.effective import Distance, Weighed
 
 TRIALS = 4
+WEIGHED = 2
+"""Trials for each of two laws, at twice the pretrained length."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -62,7 +65,17 @@ def run(arguments: Namespace) -> int:
     with progress_bar() as progress:
         distances = effective.measure_distances(model, tokens, facts["pretrained"], seeds, opening(tokenizer), progress)
     used = effective.effective_context(distances)
-    law = make_law("3d-rpe", context=arguments.context, **facts, **effective.pick(used)) if used else usual
+    length, again = min(arguments.context, 2 * facts["pretrained"]), seeds[:WEIGHED]
+    weighed = {}
+    if 0 < used < arguments.context:
+        with progress_bar() as progress:
+            first, pretrained = opening(tokenizer), facts["pretrained"]
+            weighed = effective.weigh(model, used, pretrained, tokens, length, again, first, progress)
+    law = usual
+    if used:
+        anchored = bool(weighed) and weighed["anchored"].cost < weighed["even"].cost
+        chosen = effective.pick(used, facts["pretrained"], arguments.context, anchored=anchored)
+        law = make_law("3d-rpe", context=arguments.context, **facts, **chosen)
     measured = {
         "command": shlex.join(["rpe3d", *sys.argv[1:]]),
         "model": about(model, arguments.model, facts),
@@ -72,12 +85,13 @@ def run(arguments: Namespace) -> int:
         "criterion": f"again / first, averaged with both neighbours, is at most {effective.AT_MOST}",
         "effective": used,
         "distances": [asdict(one) for one in distances],
+        "weighed": {name: {"length": length, "seeds": again, **asdict(one)} for name, one in weighed.items()},
     }
     with replacing("--out", out) as unfinished:
         content = {**law.to_dict(), "measured": measured}
         unfinished.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     _print_distances(distances)
-    for line in _reasons(used, facts["pretrained"], effective.AT_MOST, law.to_dict()):
+    for line in _reasons(used, facts["pretrained"], effective.AT_MOST, law.to_dict(), weighed):
         print(line)
     print(f"wrote {out}: `--laws {out}` compares with it", file=sys.stderr)
     return 0
@@ -99,18 +113,27 @@ def _print_distances(distances: list[Distance]) -> None:
     Console().print(table)
 
 
-def _reasons(used: int, pretrained: int, at_most: float, law: dict[str, Any]) -> list[str]:
+def _reasons(used: int, pretrained: int, at_most: float, law: dict[str, Any], weighed: dict[str, Weighed]) -> list[str]:
     """What was chosen, and why, one line each."""
     if not used:
         return [
             "It copies from nowhere, so its effective context cannot be told this way: the rule of thumb stands.",
             f"chunk {law['chunk']}, window {law['window']}, reach {law['reach']}: 1/16, 5/16 and 1/2 of {pretrained}",
         ]
+    found = (
+        f"It copies from up to {used} of its {pretrained} positions back (averaged share at most {at_most:.0%}): "
+        "that is its effective context."
+    )
+    if not weighed:
+        return [found, f"The context of {law['context']} is no longer, so that all of it is exact RoPE."]
+    least = "half of the pretrained length" if law["reach"] < 3 * used // 4 else "3/4 of that"
+    even, anchored = (f"{one.text:.3f} + {one.again:.3f}" for one in weighed.values())
+    length = min(law["context"], 2 * pretrained)
     return [
-        f"It copies from up to {used} of its {pretrained} positions back (averaged share at most "
-        f"{at_most:.0%}): that is its effective context.",
-        f"reach {law['reach']}: 3/4 of it, since not every layer uses all of it; no pair is shown a distance beyond",
-        f"window {law['window']}: 5/8 of the reach, in whole chunks, is exact",
+        found,
+        f"reach {law['reach']}: {least}; no pair is shown a distance beyond",
+        f"window {law['window']}: {'1/2' if law['sinks'] else '5/8'} of the reach, in whole chunks, is exact",
         f"chunk {law['chunk']}: a tenth of what it uses, as a power of two from 128 to 512",
-        f"focus {law['focus']:g}, fade {law['fade']:g}: how far keys weigh when there are more of them than the reach",
+        f"focus {law['focus']:g}, fade {law['fade']:g}, sinks {law['sinks']}: at {length} tokens "
+        f"text and repetitions cost {even} nats where all far keys fade, {anchored} where the first token does not",
     ]

@@ -1,4 +1,4 @@
-"""The context that a model really uses: from how far back it can still copy, with stock RoPE.
+"""The context that a model really uses: from how far back it can still copy, with stock RoPE; and 3D-RPE for it.
 
 A trial is one window of the pretrained length with eight passages in it, each repeated once, nested like brackets: the
 repetitions of the first stand 1/8 of the length behind it, those of the last nearly the whole length. The model copies
@@ -12,6 +12,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -22,10 +23,12 @@ from rpe3d.evaluate.likelihood import token_nll
 from rpe3d.evaluate.row import Progress
 from rpe3d.evaluate.texts import Tokens
 from rpe3d.geometry.three_d import FADE, FOCUS
+from rpe3d.models import extend, restore
 
 STEPS = 8
 AT_MOST = 0.5
 SHORTEST = 256
+ANCHORED_FADE = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +88,7 @@ def make_nested(texts: Sequence[Tokens], length: int, seed: int, first: tuple[in
 def measure_distances(
     model: Any, texts: Sequence[Tokens], length: int, seeds: Sequence[int], first: tuple[int, ...], progress: Progress
 ) -> list[Distance]:
-    """Copying by distance and the loss of text by position, each over all trials. The model must be stock."""
+    """Copying by distance and the loss of text by position, each over all trials, under the model's own law."""
     if length < SHORTEST:
         raise ConfigError(f"the model has {length} positions, too few to measure", f"give one with {SHORTEST} or more")
     sums = torch.zeros(3, STEPS, dtype=torch.float64)
@@ -129,13 +132,56 @@ def effective_context(distances: Sequence[Distance]) -> int:
     return max((one.distance for one, _ in near), default=0)
 
 
-def pick(effective: int) -> dict[str, Any]:
-    """3D-RPE for a model that uses so many positions: a reach of 3/4 of them, which leaves room for the weaker layers.
+def pick(effective: int, pretrained: int, context: int, *, anchored: bool = False) -> dict[str, Any]:
+    """3D-RPE for a model that uses so many of its pretrained positions. All exact where the context is no longer.
 
-    A chunk of a tenth of them, as a power of two from 128 to 512; 5/8 of the reach exact, in whole chunks. The defaults
-    of `3d-rpe` are the same for a model that uses 2/3 of its pretrained length.
+    The reach is 3/4 of them, which leaves room for the weaker layers, and at most half of the pretrained length: of
+    what lies farther back, most tokens of the pretraining have seen nothing. A chunk is a tenth of them, as a power of
+    two from 128 to 512. The defaults of `3d-rpe` are the same for a model that uses 2/3 of its pretrained length.
+
+    `anchored`: the first token does not fade, so the others may fade more, and more of them may be far. `weigh` tells
+    for which models that is better.
     """
     chunk = min(512, max(128, 1 << (effective // 10).bit_length() - 1), effective // 4)
-    reach = max(2 * chunk, 3 * effective // 4)
-    window = max(1, min(round(reach * 5 / 8 / chunk), reach // chunk - 1)) * chunk
-    return {"chunk": chunk, "window": window, "reach": reach, "focus": FOCUS, "fade": FADE}
+    if context <= effective:
+        chunk = next(size for size in range(chunk, 0, -1) if context % size == 0)  # the reach is all of it
+        return {"chunk": chunk, "window": context - chunk, "reach": context, "focus": 0.0, "fade": 0.0, "sinks": 0}
+    reach = max(2 * chunk, min(3 * effective // 4, pretrained // 2))
+    exact = reach * (1 / 2 if anchored else 5 / 8)
+    window = max(1, min(round(exact / chunk), reach // chunk - 1)) * chunk
+    fade = ANCHORED_FADE if anchored else FADE
+    return {"chunk": chunk, "window": window, "reach": reach, "focus": FOCUS, "fade": fade, "sinks": int(anchored)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weighed:
+    """Mean losses under a law: of text, and of passages repeated from all distances."""
+
+    text: float
+    again: float
+
+    @property
+    def cost(self) -> float:
+        return self.text + self.again
+
+
+def weigh(
+    model: Any,
+    effective: int,
+    pretrained: int,
+    texts: Sequence[Tokens],
+    length: int,
+    seeds: Sequence[int],
+    first: tuple[int, ...],
+    progress: Progress,
+) -> dict[str, Weighed]:
+    """What windows of `length` cost under either choice of `pick`. The model is stock before and afterwards."""
+    weighed = {}
+    for name, anchored in (("even", False), ("anchored", True)):
+        extend(model, "3d-rpe", context=length, **pick(effective, pretrained, length, anchored=anchored))
+        try:
+            found = measure_distances(model, texts, length, seeds, first, progress)
+        finally:
+            restore(model)
+        weighed[name] = Weighed(text=fmean(one.text for one in found), again=fmean(one.again for one in found))
+    return weighed
