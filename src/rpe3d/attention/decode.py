@@ -94,12 +94,14 @@ class Plan:
     """A law as the kernel is compiled for it.
 
     The chunk that tiles keep to (None: no chunks); for each region its band, as (unit, first, last, keys, start), and
-    whether it turns q at all; whether the first region fades, as none of the others does.
+    whether it turns q at all; in how many ways they turn q and k; whether the first region fades, as none of the others
+    does.
     """
 
     chunk: int | None = None
     bands: tuple[tuple[int, int, int, int, int], ...] = ()
     turning: tuple[bool, ...] = ()
+    ways: int = 0
     fades: bool = False
     refusal: str | None = None
 
@@ -124,8 +126,9 @@ def plan(law: Law) -> Plan:
         return Plan(refusal=f"its chunks of {chunk} tokens are shorter than {LEAST_CHUNK}")
     if any(region.fade is not None for region in regions[1:]):
         return Plan(refusal="more than one of its regions fades")
-    fades = any(region.fade is not None for region in regions)
-    return Plan(chunk=chunk, bands=tuple(map(band, regions)), turning=tuple(turning), fades=fades)
+    ways = len({(region.query, region.key) for region in regions})
+    fades = regions[0].fade is not None
+    return Plan(chunk=chunk, bands=tuple(map(band, regions)), turning=tuple(turning), ways=ways, fades=fades)
 
 
 def _ordered(law: Law) -> list[Region]:

@@ -118,9 +118,13 @@ def _paged_kernel(
 
 
 _paged = Launcher(_paged_kernel)
-# Two stages more than without pages: their numbers are loaded ahead, and as many keys shall be on the way. Twice the
-# warps: a thread then holds half as many addresses; with four, registers spilled under `dca`, at a fifth of the speed.
-OPTIONS = {"num_stages": 5, "num_warps": 8}
+STAGES = 5
+"""Two more than without pages: their numbers are loaded ahead, and as many keys shall be on the way."""
+
+
+def warps(ways: int) -> int:
+    """For a law that turns q and k in so many ways: four, and where their registers would spill (`dca`) eight."""
+    return 8 if ways > 2 else 4
 
 
 def attend(
@@ -150,7 +154,11 @@ def attend(
         )
     (b, h, t, d), (_, page, g, _) = q.shape, k.shape
     width, rows, device = _power(d), h // g * t, q.device
-    options = tile(rows, width, q.element_size(), made.chunk) | OPTIONS | options
+    options = (
+        tile(rows, width, q.element_size(), made.chunk)
+        | {"num_stages": STAGES, "num_warps": warps(made.ways)}
+        | options
+    )
     block_m, block_n = options.pop("block_m"), options.pop("block_n")
     least_tiles = options.pop("least_tiles", max(1, LEAST_KEYS // block_n))
     blocks = _cdiv(rows, block_m)
