@@ -90,6 +90,18 @@ def test_a_context_that_the_model_uses_anyway_is_exact(folder, tmp_path, capsys,
     assert (content["window"], content["reach"], content["focus"], content["fade"]) == (192, 256, 0.0, 0.0)
 
 
+def test_texts_that_are_too_short_for_more_leave_the_defaults(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(effective, "measure_distances", copies_up_to(256))
+    text = tmp_path / "short.txt"
+    text.write_text(("A text of a few words. " * 14)[:320])  # a byte is a token
+    out = tmp_path / "law.json"
+    assert run(folder, "--context", "1k", "--out", out, "--texts", text, "--device", "cpu") == 0
+    assert "sinks 0: the defaults, since the texts are too short to try another" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    assert json.loads(out.read_text())["measured"]["weighed"] == {}
+
+
 def test_compare_takes_the_law_file(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(effective, "measure_distances", copies_up_to(128))
     out = tmp_path / "mine.json"

@@ -12,6 +12,7 @@ from rpe3d.evaluate.effective import (
     Distance,
     averaged,
     effective_context,
+    longest,
     make_nested,
     measure_distances,
     pick,
@@ -148,6 +149,15 @@ def test_both_choices_are_weighed_on_the_same_windows_and_the_model_is_stock_aga
     assert found["anchored"].text == pytest.approx(sum(one.text for one in alone) / 8)
     assert found["anchored"] != found["even"]
     assert found["even"].cost == found["even"].text + found["even"].again
+
+
+@pytest.mark.parametrize("first", [(), (0,)])
+def test_a_window_is_as_long_as_the_texts_allow(first):
+    length = longest(TEXT)
+    assert length == 7199
+    make_nested(TEXT, length, seed=0, first=first)
+    with pytest.raises(ConfigError, match="the texts have 8999 tokens"):
+        make_nested(TEXT, length + 64, seed=0, first=first)
 
 
 def test_too_little_text_or_too_few_positions_are_refused():

@@ -65,9 +65,9 @@ def run(arguments: Namespace) -> int:
     with progress_bar() as progress:
         distances = effective.measure_distances(model, tokens, facts["pretrained"], seeds, opening(tokenizer), progress)
     used = effective.effective_context(distances)
-    length, again = min(arguments.context, 2 * facts["pretrained"]), seeds[:WEIGHED]
-    weighed = {}
-    if 0 < used < arguments.context:
+    length = min(arguments.context, 2 * facts["pretrained"], effective.longest(tokens))
+    again, weighed = seeds[:WEIGHED], {}
+    if 0 < used < length:
         with progress_bar() as progress:
             first, pretrained = opening(tokenizer), facts["pretrained"]
             weighed = effective.weigh(model, used, pretrained, tokens, length, again, first, progress)
@@ -91,7 +91,7 @@ def run(arguments: Namespace) -> int:
         content = {**law.to_dict(), "measured": measured}
         unfinished.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     _print_distances(distances)
-    for line in _reasons(used, facts["pretrained"], effective.AT_MOST, law.to_dict(), weighed):
+    for line in _reasons(used, facts["pretrained"], effective.AT_MOST, law.to_dict(), length, weighed):
         print(line)
     print(f"wrote {out}: `--laws {out}` compares with it", file=sys.stderr)
     return 0
@@ -113,7 +113,9 @@ def _print_distances(distances: list[Distance]) -> None:
     Console().print(table)
 
 
-def _reasons(used: int, pretrained: int, at_most: float, law: dict[str, Any], weighed: dict[str, Weighed]) -> list[str]:
+def _reasons(
+    used: int, pretrained: int, at_most: float, law: dict[str, Any], length: int, weighed: dict[str, Weighed]
+) -> list[str]:
     """What was chosen, and why, one line each."""
     if not used:
         return [
@@ -124,16 +126,20 @@ def _reasons(used: int, pretrained: int, at_most: float, law: dict[str, Any], we
         f"It copies from up to {used} of its {pretrained} positions back (averaged share at most {at_most:.0%}): "
         "that is its effective context."
     )
-    if not weighed:
+    if law["context"] <= used:
         return [found, f"The context of {law['context']} is no longer, so that all of it is exact RoPE."]
     least = "half of the pretrained length" if law["reach"] < 3 * used // 4 else "3/4 of that"
-    even, anchored = (f"{one.text:.3f} + {one.again:.3f}" for one in weighed.values())
-    length = min(law["context"], 2 * pretrained)
+    reason = "the defaults, since the texts are too short to try another"
+    if weighed:
+        even, anchored = (f"{one.text:.3f} + {one.again:.3f}" for one in weighed.values())
+        reason = (
+            f"at {length} tokens text and repetitions cost {even} nats where all far keys fade, "
+            f"{anchored} where the first token does not"
+        )
     return [
         found,
         f"reach {law['reach']}: {least}; no pair is shown a distance beyond",
         f"window {law['window']}: {'1/2' if law['sinks'] else '5/8'} of the reach, in whole chunks, is exact",
         f"chunk {law['chunk']}: a tenth of what it uses, as a power of two from 128 to 512",
-        f"focus {law['focus']:g}, fade {law['fade']:g}, sinks {law['sinks']}: at {length} tokens "
-        f"text and repetitions cost {even} nats where all far keys fade, {anchored} where the first token does not",
+        f"focus {law['focus']:g}, fade {law['fade']:g}, sinks {law['sinks']}: {reason}",
     ]

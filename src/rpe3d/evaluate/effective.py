@@ -60,6 +60,11 @@ def passage_of(length: int) -> int:
     return length // (4 * STEPS)
 
 
+def longest(texts: Sequence[Tokens]) -> int:
+    """The longest window that these texts are enough for."""
+    return sum(len(text.ids) for text in texts) * 4 // 5  # it is a window and eight passages of 1/32
+
+
 def make_nested(texts: Sequence[Tokens], length: int, seed: int, first: tuple[int, ...] = ()) -> Nested:
     """All texts are one ring; the text around starts anywhere on it, and the passages are spread over the rest."""
     ring = torch.cat([text.ids for text in texts])
