@@ -7,6 +7,7 @@ import torch
 
 from rpe3d import ConfigError, make_law
 from rpe3d.attention import attention
+from rpe3d.attention.decode import plan
 
 pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -104,3 +105,15 @@ def test_a_law_that_turns_keys_one_by_one_is_refused(device):
     x = torch.randn(1, 2, 1, 32, device=device)
     with pytest.raises(ConfigError, match="cannot run leaky-rerope"):
         paged_kernel.attend(x, x, x, law, pages=x, lengths=x, scale=1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "expected"),
+    [("3d-rpe", {}, 4), ("3d-rpe", {"sinks": 1}, 4), ("streaming-llm", {}, 4), ("rope", {}, 4), ("dca", {}, 8)],
+)
+def test_a_law_that_turns_in_more_ways_takes_more_warps(name, parameters, expected):
+    """The first tokens that do not fade turn as the other far ones do."""
+    law = make_law(name, pretrained=8192, context=65536, head_dim=128, **parameters)
+    from rpe3d.attention.paged_kernel import warps
+
+    assert warps(plan(law).ways) == expected
