@@ -113,7 +113,7 @@ def check(stock: Any, peers: dict[str, Trained], ids: Tensor) -> None:
     near = ids[:, : law.window + law.chunk]
     precise = copy.deepcopy(stock).to(torch.float32 if CUDA else torch.float64)
     exact = Trained(precise, Peer(), law.context)
-    with torch.no_grad():  # an adapter's random start depends on the weights' dtype
+    with torch.no_grad():  # the same adapter, wherever each one's random start came from
         for mine, given in zip(exact.weights, peers["stock"].weights, strict=True):
             mine.copy_(given)
     truth = (exact.loss(near, autocast=False).double(), grads_of(exact))

@@ -50,9 +50,7 @@ class Bounded(Law):
         None, "a query at p > R takes far keys (log p / log R)^focus times sharper; default 1, with your own reach 0"
     )
     fade: float = parameter(None, "and gives them (R / p)^fade of their weight; default 1/4, with your own reach 0")
-    sinks: int = parameter(
-        0, "first tokens that do not fade, at most a chunk; 1 suits a model whose texts open with BOS"
-    )
+    sinks: int = parameter(0, "first tokens that do not fade, at most a chunk; `rpe3d tune` tells whether 1 is better")
 
     def check(self) -> dict[str, Any]:
         longest = self.pretrained
