@@ -230,6 +230,20 @@ def test_every_tile_gives_the_same_bits(device, poisoned):
 
 
 @needs_triton
+@PAIRS
+def test_a_launch_settled_once_turns_every_tensor_like_the_first(interleaved, device, poisoned):
+    from rpe3d.rotation.kernel import Turning
+
+    for batch in (1, 2):  # one table for both rows, and one for each
+        angles = angles_for(9, 16, device=device) if batch == 1 else angles_for(2, 9, 16, device=device)
+        table = cos_sin(angles)
+        turned = Turning(*table, interleaved=interleaved)
+        for x in (vectors(2, 5, 9, 48, device=device) for _ in range(3)):
+            (expected,) = rotate(x, None, *table, interleaved=interleaved, impl="triton")[:1]
+            assert torch.equal(turned(x), expected)
+
+
+@needs_triton
 def test_gradients_reach_only_what_asks_for_them(device, poisoned):
     """q alone, k alone, a broadcast gradient (of a sum), and a second derivative, which a linear map sends on."""
     table = cos_sin(angles_for(5, 8, device=device))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float64, Int
@@ -18,10 +18,12 @@ from torch import Tensor
 
 from rpe3d.attention.contract import Inputs
 from rpe3d.attention.spans import Span
-from rpe3d.attention.table import Table, table
+from rpe3d.attention.table import table
 from rpe3d.geometry import Turn
 from rpe3d.geometry.plan import STOCK
-from rpe3d.rotation import rotate
+
+if TYPE_CHECKING:
+    from rpe3d.rotation.kernel import Turning
 
 WIDEST = 256
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -64,13 +66,13 @@ class Step:
 
     def __init__(self, x: Inputs, spans: Sequence[Span], **options: Any) -> None:
         self.regions = tuple(sorted(x.law.regions, key=lambda region: region.fade is None))  # as the kernel wants them
-        self.interleaved = x.law.rotary.interleaved
         same = _same(x, spans)
         query, key = (same.queries, same.keys) if same else x.positions()
         theta = x.frequencies
         everything = range(min(span.keys.start for span in spans), max(span.keys.stop for span in spans))
-        self.queries = {region.query: _table(region.query, query, theta, everything) for region in self.regions}
-        self.keys = {region.key: _table(region.key, key, theta, everything) for region in self.regions}
+        paired = x.law.rotary.interleaved
+        self.queries = {r.query: _turning(r.query, query, theta, everything, paired) for r in self.regions}
+        self.keys = {r.key: _turning(r.key, key, theta, everything, paired) for r in self.regions}
         self.options = options | {
             "regions": self.regions,
             "spans": None if same else _on_device(spans, x.q.shape[0], x.q.device),
@@ -83,8 +85,8 @@ class Step:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """The output and the log-sum-exp."""
         q, k, v = (y if y.stride(3) == 1 else y.contiguous() for y in (q, k, v))
-        queries = {turn: self._turned(q, made) for turn, made in self.queries.items()}
-        keys = {turn: self._turned(k, made) for turn, made in self.keys.items()}
+        queries = {turn: q if turned is None else turned(q) for turn, turned in self.queries.items()}
+        keys = {turn: k if turned is None else turned(k) for turn, turned in self.keys.items()}
         qs = tuple(queries[region.query] for region in self.regions)
         ks = tuple(keys[region.key] for region in self.regions)
         out = torch.empty_like(q)
@@ -95,9 +97,6 @@ class Step:
             self.launch = prefill_kernel.bind(qs, ks, v, out, **self.options)
         self.launch(qs, ks, v, out, lse, None if sinks is None else sinks.contiguous())
         return out, lse
-
-    def _turned(self, y: Tensor, made: Table | None) -> Tensor:
-        return y if made is None else rotate(y, None, *made, interleaved=self.interleaved)[0]
 
 
 def _same(x: Inputs, spans: Sequence[Span]) -> Span | None:
@@ -111,17 +110,23 @@ def _same(x: Inputs, spans: Sequence[Span]) -> Span | None:
     return first if everyone else None
 
 
-def _table(
-    turn: Turn, positions: range | Int[Tensor, "b n"], theta: Float64[Tensor, " l"], everything: range
-) -> Table | None:
-    """cos and sin from stock RoPE to `turn`, at every token; None where it turns nothing. Padding stands anywhere."""
+def _turning(
+    turn: Turn,
+    positions: range | Int[Tensor, "b n"],
+    theta: Float64[Tensor, " l"],
+    everything: range,
+    interleaved: bool,
+) -> Turning | None:
+    """The rotation from stock RoPE to `turn`, of every token; None where it turns nothing. Padding stands anywhere."""
     if turn == STOCK:
         return None
+    from rpe3d.rotation.kernel import Turning
+
     if isinstance(positions, range):
-        return table(turn, positions, theta, torch.float32)
+        return Turning(*table(turn, positions, theta, torch.float32), interleaved=interleaved)
     cos, sin = table(turn, everything, theta, torch.float32)
     row = (positions - everything.start).clamp(0, len(everything) - 1)
-    return cos[row], sin[row]
+    return Turning(cos[row], sin[row], interleaved=interleaved)
 
 
 def _on_device(spans: Sequence[Span], b: int, device: torch.device) -> Int[Tensor, "b 6"]:

@@ -17,7 +17,7 @@ import triton.language as tl
 from jaxtyping import Float, Float32
 from torch import Tensor
 
-from rpe3d.rotation.launch import Launcher
+from rpe3d.rotation.launch import Bound, Launcher
 
 
 @triton.jit
@@ -137,36 +137,49 @@ def launch(
     xs: Sequence[Float[Tensor, "b _ t d"]],
     cos: Float32[Tensor, "... t l"],
     sin: Float32[Tensor, "... t l"],
+    **options: Any,
+) -> list[Tensor]:
+    """Rotate one tensor or two (q and k) without a gradient, with the options of `bind`."""
+    xs = [_unit_stride(x) for x in xs]
+    outs = [_empty_like(x) for x in xs]
+    cos, sin = _unit_stride(cos), _unit_stride(sin)
+    if cos.stride() != sin.stride():
+        cos, sin = cos.contiguous(), sin.contiguous()
+    if any(x.numel() for x in xs):
+        bind(xs, outs, cos, **options)(xs[0], xs[-1], outs[0], outs[-1], cos, sin)
+    return outs
+
+
+def bind(
+    xs: Sequence[Float[Tensor, "b _ t d"]],
+    outs: Sequence[Float[Tensor, "b _ t d"]],
+    table: Float32[Tensor, "... t l"],
     *,
     interleaved: bool = False,
     conjugate: bool = False,
     block_t: int | None = None,
     block_h: int | None = None,
     num_warps: int = 4,
-) -> list[Tensor]:
-    """Rotate one tensor or two (q and k) without a gradient; `tile` chooses the blocks that are not given."""
-    xs = [_unit_stride(x) for x in xs]
-    outs = [_empty_like(x) for x in xs]
-    cos, sin = _unit_stride(cos), _unit_stride(sin)
-    if cos.stride() != sin.stride():
-        cos, sin = cos.contiguous(), sin.contiguous()
+) -> Bound:
+    """The launch for one tensor or two (q and k) like these, not both empty. It takes (q, k, q_out, k_out, cos, sin).
+
+    Where there is no k it takes q twice. `table` is cos or sin; last dimensions are contiguous. `tile` chooses the
+    blocks that are not given.
+    """
     q, k, q_out, k_out = xs[0], xs[-1], outs[0], outs[-1]
     b, q_heads, tokens, dim = q.shape
     k_heads = k.shape[1] if len(xs) == 2 else 0
-    pairs = cos.shape[-1]
+    pairs = table.shape[-1]
     chosen = tile(pairs, dim - 2 * pairs, q.element_size(), num_warps=num_warps)
     block_t, block_h = block_t or chosen[0], block_h or chosen[1]
     groups = -(-q_heads // block_h) - (-k_heads // block_h)
-    programs = b * -(-tokens // block_t) * groups
-    if programs == 0:
-        return outs
-    _rotate(
+    return _rotate.bind(
         q.device,
-        (programs, 1, 1),
+        (b * -(-tokens // block_t) * groups, 1, 1),
         (
-            q, k, q_out, k_out, cos, sin, tokens, q_heads, k_heads,
+            tokens, q_heads, k_heads,
             *q.stride()[:3], *k.stride()[:3], *q_out.stride()[:3], *k_out.stride()[:3],
-            cos.stride(0) if cos.dim() == 3 and cos.shape[0] > 1 else 0, cos.stride(-2),
+            table.stride(0) if table.dim() == 3 and table.shape[0] > 1 else 0, table.stride(-2),
         ),
         {
             "DIM": dim, "PAIRS": pairs, "WIDTH": 1 << (pairs - 1).bit_length(), "INTERLEAVED": interleaved,
@@ -174,7 +187,22 @@ def launch(
         },
         {"num_warps": num_warps},
     )  # fmt: skip
-    return outs
+
+
+class Turning:
+    """`launch` of one tensor by one table, settled once for all tensors of the same shape, strides and type."""
+
+    def __init__(self, cos: Float32[Tensor, "... t l"], sin: Float32[Tensor, "... t l"], *, interleaved: bool) -> None:
+        self.cos, self.sin, self.interleaved = cos.contiguous(), sin.contiguous(), interleaved
+        self.bound: Bound | None = None
+
+    def __call__(self, x: Float[Tensor, "b h t d"]) -> Float[Tensor, "b h t d"]:
+        """`x` turned. Its last dimension is contiguous."""
+        out = _empty_like(x)
+        if self.bound is None:
+            self.bound = bind([x], [out], self.cos, interleaved=self.interleaved)
+        self.bound(x, x, out, out, self.cos, self.sin)
+        return out
 
 
 @torch.library.custom_op(
