@@ -231,16 +231,19 @@ def test_every_tile_gives_the_same_bits(device, poisoned):
 
 @needs_triton
 @PAIRS
-def test_a_launch_settled_once_turns_every_tensor_like_the_first(interleaved, device, poisoned):
+def test_a_launch_settled_once_turns_each_tensor_by_its_own_table(interleaved, device, poisoned):
     from rpe3d.rotation.kernel import Turning
 
-    for batch in (1, 2):  # one table for both rows, and one for each
-        angles = angles_for(9, 16, device=device) if batch == 1 else angles_for(2, 9, 16, device=device)
-        table = cos_sin(angles)
-        turned = Turning(*table, interleaved=interleaved)
-        for x in (vectors(2, 5, 9, 48, device=device) for _ in range(3)):
-            (expected,) = rotate(x, None, *table, interleaved=interleaved, impl="triton")[:1]
-            assert torch.equal(turned(x), expected)
+    for shape in ((9, 16), (2, 9, 16)):  # one table for both rows of the batch, and one for each
+        tables = [cos_sin(angles_for(*shape, device=device)) for _ in range(2)]
+        both = Turning(*tables, interleaved=interleaved)
+        first = Turning(tables[0], interleaved=interleaved)
+        for _ in range(3):
+            xs = [vectors(2, h, 9, 48, device=device) for h in (5, 2)]
+            pairs = zip(xs, tables, strict=True)
+            expected = [rotate(x, None, *table, interleaved=interleaved, impl="triton")[0] for x, table in pairs]
+            assert all(torch.equal(a, b) for a, b in zip(both(*xs), expected, strict=True))
+            assert torch.equal(first(xs[0])[0], expected[0])
 
 
 @needs_triton

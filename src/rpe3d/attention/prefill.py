@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from itertools import zip_longest
+from typing import Any
 
 import torch
 from jaxtyping import Float64, Int
@@ -19,11 +20,8 @@ from torch import Tensor
 from rpe3d.attention.contract import Inputs
 from rpe3d.attention.spans import Span
 from rpe3d.attention.table import table
-from rpe3d.geometry import Turn
+from rpe3d.geometry import Region, Turn
 from rpe3d.geometry.plan import STOCK
-
-if TYPE_CHECKING:
-    from rpe3d.rotation.kernel import Turning
 
 WIDEST = 256
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -65,14 +63,20 @@ class Step:
     """
 
     def __init__(self, x: Inputs, spans: Sequence[Span], **options: Any) -> None:
+        from rpe3d.rotation.kernel import Turning
+
         self.regions = tuple(sorted(x.law.regions, key=lambda region: region.fade is None))  # as the kernel wants them
         same = _same(x, spans)
         query, key = (same.queries, same.keys) if same else x.positions()
         theta = x.frequencies
         everything = range(min(span.keys.start for span in spans), max(span.keys.stop for span in spans))
-        paired = x.law.rotary.interleaved
-        self.queries = {r.query: _turning(r.query, query, theta, everything, paired) for r in self.regions}
-        self.keys = {r.key: _turning(r.key, key, theta, everything, paired) for r in self.regions}
+        at = {(0, STOCK): 0, (1, STOCK): 1}  # where among the vectors of a call q and k are, as each region turns them
+        self.turnings = []
+        for pair in _launches(self.regions, together=x.q.shape[2] == x.k.shape[2]):
+            tables = [_table(turn, (query, key)[side], theta, everything) for side, turn in pair]
+            self.turnings.append(([side for side, _ in pair], Turning(*tables, interleaved=x.law.rotary.interleaved)))
+            at |= {one: len(at) + i for i, one in enumerate(pair)}
+        self.regions_at = [(at[0, region.query], at[1, region.key]) for region in self.regions]
         self.options = options | {
             "regions": self.regions,
             "spans": None if same else _on_device(spans, x.q.shape[0], x.q.device),
@@ -85,10 +89,11 @@ class Step:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """The output and the log-sum-exp."""
         q, k, v = (y if y.stride(3) == 1 else y.contiguous() for y in (q, k, v))
-        queries = {turn: q if turned is None else turned(q) for turn, turned in self.queries.items()}
-        keys = {turn: k if turned is None else turned(k) for turn, turned in self.keys.items()}
-        qs = tuple(queries[region.query] for region in self.regions)
-        ks = tuple(keys[region.key] for region in self.regions)
+        vectors = [q, k]
+        for sides, turning in self.turnings:
+            vectors += turning(*(vectors[side] for side in sides))
+        qs = tuple(vectors[i] for i, _ in self.regions_at)
+        ks = tuple(vectors[i] for _, i in self.regions_at)
         out = torch.empty_like(q)
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         if self.launch is None:
@@ -110,23 +115,24 @@ def _same(x: Inputs, spans: Sequence[Span]) -> Span | None:
     return first if everyone else None
 
 
-def _turning(
-    turn: Turn,
-    positions: range | Int[Tensor, "b n"],
-    theta: Float64[Tensor, " l"],
-    everything: range,
-    interleaved: bool,
-) -> Turning | None:
-    """The rotation from stock RoPE to `turn`, of every token; None where it turns nothing. Padding stands anywhere."""
-    if turn == STOCK:
-        return None
-    from rpe3d.rotation.kernel import Turning
+def _launches(regions: Sequence[Region], *, together: bool) -> list[list[tuple[int, Turn]]]:
+    """What is to be turned, queries (0) and keys (1), by which turns: two at a time where their tokens are as many."""
+    queries = [(0, turn) for turn in dict.fromkeys(region.query for region in regions) if turn != STOCK]
+    keys = [(1, turn) for turn in dict.fromkeys(region.key for region in regions) if turn != STOCK]
+    if not together:
+        return [[one] for one in queries + keys]
+    return [[one for one in pair if one is not None] for pair in zip_longest(queries, keys)]
 
+
+def _table(
+    turn: Turn, positions: range | Int[Tensor, "b n"], theta: Float64[Tensor, " l"], everything: range
+) -> tuple[Tensor, Tensor]:
+    """cos and sin from stock RoPE to `turn`, at every token. Padding stands anywhere."""
     if isinstance(positions, range):
-        return Turning(*table(turn, positions, theta, torch.float32), interleaved=interleaved)
+        return table(turn, positions, theta, torch.float32)
     cos, sin = table(turn, everything, theta, torch.float32)
     row = (positions - everything.start).clamp(0, len(everything) - 1)
-    return Turning(cos[row], sin[row], interleaved=interleaved)
+    return cos[row], sin[row]
 
 
 def _on_device(spans: Sequence[Span], b: int, device: torch.device) -> Int[Tensor, "b 6"]:

@@ -82,7 +82,7 @@ def _turn(
 @triton.jit
 @no_type_check
 def _rotate_kernel(
-    q, k, q_out, k_out, cos, sin, tokens, q_heads, k_heads,
+    q, k, q_out, k_out, cos, sin, k_cos, k_sin, tokens, q_heads, k_heads,
     q_b, q_h, q_t, k_b, k_h, k_t,  # strides of a batch row, a head, a token
     q_out_b, q_out_h, q_out_t, k_out_b, k_out_h, k_out_t, table_b, table_t,
     DIM: tl.constexpr, PAIRS: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr,
@@ -101,12 +101,13 @@ def _rotate_kernel(
     j = tl.arange(0, WIDTH)[None, :]
     mask = (t < tokens) & (j < PAIRS)
     table = b * table_b + t * table_t + j
-    c = tl.load(cos + table, mask=mask, other=0.0)
-    s = tl.load(sin + table, mask=mask, other=0.0)
+    of_q = group < q_groups
+    c = tl.load(tl.where(of_q, cos, k_cos) + table, mask=mask, other=0.0)
+    s = tl.load(tl.where(of_q, sin, k_sin) + table, mask=mask, other=0.0)
     if CONJUGATE:
         s = -s
 
-    if group < q_groups:
+    if of_q:
         x, y = q + b * q_b + t * q_t, q_out + b * q_out_b + t * q_out_t
         h = group.to(tl.int64) * BLOCK_H
         _turn(x, y, q_h, q_out_h, h, q_heads, t, tokens, c, s, DIM, PAIRS, WIDTH, INTERLEAVED, BLOCK_H)
@@ -146,7 +147,7 @@ def launch(
     if cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
     if any(x.numel() for x in xs):
-        bind(xs, outs, cos, **options)(xs[0], xs[-1], outs[0], outs[-1], cos, sin)
+        bind(xs, outs, cos, **options)(xs[0], xs[-1], outs[0], outs[-1], cos, sin, cos, sin)
     return outs
 
 
@@ -161,10 +162,10 @@ def bind(
     block_h: int | None = None,
     num_warps: int = 4,
 ) -> Bound:
-    """The launch for one tensor or two (q and k) like these, not both empty. It takes (q, k, q_out, k_out, cos, sin).
+    """The launch for one tensor or two (q and k) like these, not both empty.
 
-    Where there is no k it takes q twice. `table` is cos or sin; last dimensions are contiguous. `tile` chooses the
-    blocks that are not given.
+    It takes (q, k, q_out, k_out, cos, sin, k_cos, k_sin), and where there is no k, what is q's again in its place.
+    `table` is like each of the tables. Last dimensions are contiguous. `tile` chooses the blocks that are not given.
     """
     q, k, q_out, k_out = xs[0], xs[-1], outs[0], outs[-1]
     b, q_heads, tokens, dim = q.shape
@@ -190,19 +191,20 @@ def bind(
 
 
 class Turning:
-    """`launch` of one tensor by one table, settled once for all tensors of the same shape, strides and type."""
+    """`launch` of one tensor or two, each by its own table; settled once for all of the same shapes and strides."""
 
-    def __init__(self, cos: Float32[Tensor, "... t l"], sin: Float32[Tensor, "... t l"], *, interleaved: bool) -> None:
-        self.cos, self.sin, self.interleaved = cos.contiguous(), sin.contiguous(), interleaved
+    def __init__(self, *tables: tuple[Tensor, Tensor], interleaved: bool) -> None:
+        self.tables = tuple(x.contiguous() for table in (tables[0], tables[-1]) for x in table)
+        self.interleaved = interleaved
         self.bound: Bound | None = None
 
-    def __call__(self, x: Float[Tensor, "b h t d"]) -> Float[Tensor, "b h t d"]:
-        """`x` turned. Its last dimension is contiguous."""
-        out = _empty_like(x)
+    def __call__(self, *xs: Float[Tensor, "b _ t d"]) -> list[Tensor]:
+        """As many tensors as there are tables, turned. Their last dimensions are contiguous."""
+        outs = [_empty_like(x) for x in xs]
         if self.bound is None:
-            self.bound = bind([x], [out], self.cos, interleaved=self.interleaved)
-        self.bound(x, x, out, out, self.cos, self.sin)
-        return out
+            self.bound = bind(xs, outs, self.tables[0], interleaved=self.interleaved)
+        self.bound(xs[0], xs[-1], outs[0], outs[-1], *self.tables)
+        return outs
 
 
 @torch.library.custom_op(
