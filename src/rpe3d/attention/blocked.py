@@ -24,6 +24,9 @@ from rpe3d.geometry import Fade, Law, Region, Turn
 from rpe3d.geometry.plan import STOCK
 from rpe3d.rotation import rotate
 
+LEAST_BACKWARD = 16384
+WAITING = 2**27
+
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
@@ -37,7 +40,7 @@ class Task:
     backend: Backend
     rows: int
     """Queries in a block of the forward."""
-    backward_rows: int = 16384
+    backward_rows: int = LEAST_BACKWARD
     """In one of the backward: every block adds to the gradients of all keys before it, so few and large ones."""
     slab: int = 65536
     """Far keys that are turned at a time."""
@@ -250,8 +253,7 @@ def _backward(
     """
     precise = torch.promote_types(q.dtype, torch.float32)
     dq = torch.empty_like(q)
-    dk: dict[Turn, Tensor] = {STOCK: torch.zeros(k.shape, dtype=precise, device=k.device)}
-    dv = torch.zeros(v.shape, dtype=precise, device=v.device)
+    dk, dv = {STOCK: _Sum(k, precise)}, _Sum(v, precise)
     turned_keys: dict[Turn, Tensor] = {}
     shift = task.shift(lse.dtype)
     for block in schedule(task.regions, task.queries, task.keys, task.backward_rows):
@@ -267,7 +269,7 @@ def _backward(
             if kind not in turned:
                 turned[kind], regions[kind] = task.query(turned[PLAIN], region, block.rows), region
             if region.key not in dk:
-                dk[region.key] = torch.zeros_like(dk[STOCK])
+                dk[region.key] = _Sum(k, precise)
                 turned_keys[region.key] = task.turn(k, region.key, task.keys)
             start = call.query - block.rows.start
             seen = whole if region.fade is None else faded
@@ -282,16 +284,16 @@ def _backward(
                 _window(seen.lse[..., None], start, call.rows, call)[..., 0],
             )
             parts.setdefault(kind, []).append(Part(gq, gq, start, call.step if call.times > 1 else 0))
-            _add(dk[region.key], gk, call.key, call)
-            _add(dv, gv, call.key, call)
+            dk[region.key].add(gk, call.key, call)
+            dv.add(gv, call.key, call)
         for kind, region in regions.items():
             total = torch.empty(turned[PLAIN].shape, dtype=precise, device=q.device)
             add_up(parts[kind], total)
             back = task.query(total, region, block.rows, back=True)
             parts[PLAIN].append(Part(back, back))
         add_up(parts[PLAIN], dq[:, :, here])
-    keys = [task.turn(g, turn, task.keys, back=True) for turn, g in dk.items()]
-    return dq, sum(keys[1:], keys[0]).to(k.dtype), dv.to(v.dtype)
+    keys = [task.turn(g.total(), turn, task.keys, back=True) for turn, g in dk.items()]
+    return dq, sum(keys[1:], keys[0]).to(k.dtype), dv.total().to(v.dtype)
 
 
 def _seen_by_faded(whole: Part, far: Part | None, shift: Float[Tensor, "2 t"]) -> Part:
@@ -335,9 +337,42 @@ def _window(x: Tensor, start: int, length: int, call: Call) -> Tensor:
     return x.as_strided(shape, (call.step * t, h, t, d), x.storage_offset() + start * t)
 
 
-def _add(total: Tensor, part: Tensor, start: int, call: Call) -> None:
-    """Add what `_window` showed. Repetitions overlap, so each goes in slices of a step, which do not."""
-    length, step = part.shape[2], call.step if call.times > 1 else 0
-    here = total[:, :, start : start + (call.times - 1) * step + length]
-    slices = [Part(x, x, n * step, step) for n, x in enumerate(part.split(step, dim=2))] if step else [Part(part, part)]
-    add_up([Part(here, here), *slices], here)
+class _Sum:
+    """The gradient of all keys or values, to which calls add theirs.
+
+    Parts wait until there are as many as one pass over memory takes, or WAITING bytes of them: a pass for each would
+    keep the host busier than the GPU.
+    """
+
+    def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
+        self.sum = torch.empty(like.shape, dtype=dtype, device=like.device)
+        self.begun = False
+        self.parts: list[Part] = []
+        self.bytes = 0
+
+    def add(self, part: Tensor, start: int, call: Call) -> None:
+        """What `_window` showed. Repetitions overlap, so each goes in slices of a step, which do not."""
+        step = call.step if call.times > 1 else 0
+        pieces = part.split(step, dim=2) if step else [part]
+        if self.parts and (len(self.parts) + len(pieces) >= MOST or self.bytes + part.nbytes > WAITING):
+            self._settle()
+        self.parts += [Part(x, x, start + n * step, step) for n, x in enumerate(pieces)]
+        self.bytes += part.nbytes
+
+    def total(self) -> Tensor:
+        """The sum of all of them."""
+        if self.parts or not self.begun:
+            self._settle()
+        return self.sum
+
+    def _settle(self) -> None:
+        if self.begun:
+            first = min(part.start for part in self.parts)
+            last = max(part.start + (part.out.shape[0] - 1) * part.step + part.out.shape[2] for part in self.parts)
+            here = self.sum[:, :, first:last]
+            add_up([Part(here, here), *(part._replace(start=part.start - first) for part in self.parts)], here)
+        elif self.parts:
+            add_up(self.parts, self.sum)
+        else:
+            self.sum.zero_()
+        self.begun, self.parts, self.bytes = True, [], 0

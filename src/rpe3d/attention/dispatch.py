@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rpe3d.attention import decode, prefill, reference
-from rpe3d.attention.blocked import Blocked, Task
+from rpe3d.attention.blocked import LEAST_BACKWARD, Blocked, Task
 from rpe3d.attention.contract import Inputs
 from rpe3d.attention.library import backend_for
 from rpe3d.attention.schedule import schedule
@@ -125,6 +125,7 @@ def _blocked(x: Inputs, backend: str | None) -> tuple[Tensor, Tensor]:
     results = []
     for span in runs:
         assert span is not None
+        rows = _rows(x.q, len(span.keys))
         task = Task(
             law=x.law,
             queries=span.queries,
@@ -132,13 +133,14 @@ def _blocked(x: Inputs, backend: str | None) -> tuple[Tensor, Tensor]:
             frequencies=theta,
             scale=x.scale,
             backend=library,
-            rows=_rows(x.q, len(span.keys)),
+            rows=rows,
+            backward_rows=max(rows, LEAST_BACKWARD),
         )
         if not task.blocks:
             return _tiled(x)
         repeats = any(call.times > 1 for block in task.blocks for call in block.calls)
-        rows = range(*span.batch.indices(x.q.shape[0]))
-        for batch in [slice(b, b + 1) for b in rows] if repeats else [span.batch]:
+        every = range(*span.batch.indices(x.q.shape[0]))
+        for batch in [slice(b, b + 1) for b in every] if repeats else [span.batch]:
             q, k, v = x.q[batch, :, span.query], x.k[batch, :, span.key], x.v[batch, :, span.key]
             out, lse = Blocked.apply(q, k, v, x.sinks, task)  # type: ignore[no-untyped-call]
             results.append((batch, span, out, lse))

@@ -93,7 +93,8 @@ def laid_out(x: Float[Tensor, "b h t e"], q: Float[Tensor, "b h t d"]) -> Float[
     """
     order = sorted(range(4), key=q.stride, reverse=True)
     inverse = sorted(range(4), key=order.__getitem__)
-    return x.permute(order).contiguous().permute(inverse)
+    dense = x.permute(order)
+    return x if dense.is_contiguous() else dense.contiguous().permute(inverse)
 
 
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Forward:
