@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -10,8 +11,7 @@ import sys
 
 def launched(count, *argv):
     """The exit codes of so many processes, with what `accelerate launch` sets for them, and their stderr."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    port = str(_free_port())
     shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
     shared |= {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-m", "rpe3d", *map(str, argv)]
@@ -22,3 +22,14 @@ def launched(count, *argv):
     ]
     said = [process.communicate(timeout=300)[1] for process in processes]
     return [process.returncode for process in processes], said
+
+
+def _free_port() -> int:
+    """Below those that a system hands out by itself: it is seconds until the first process listens there."""
+    while True:
+        port = random.randrange(20000, 32000)
+        try:
+            socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            continue
+        return port

@@ -12,6 +12,8 @@ import rpe3d
 import tiny_lm
 from launched import launched
 from rpe3d.cli import main
+from rpe3d.cli.eval import finish
+from rpe3d.evaluate.suites.longbench import DEFAULT
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TASKS = "longbench:hotpotqa,leval:gsm100,passkey"
@@ -74,6 +76,19 @@ def test_tables_are_data_and_predictions_lie_beside_the_results(folder, data, tm
     before = results["rows"]
     assert run(*command) == 0
     assert json.loads((tmp_path / "r" / "eval.json").read_text())["rows"] == before
+
+
+def test_a_table_that_is_too_wide_has_its_tasks_going_down_and_no_number_is_broken(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    row = {"law": "3d-rpe", "length": 32768, "suite": "longbench", "n": 4, "status": "ok"}
+    scores = [11.25 + n for n, _ in enumerate(DEFAULT)]
+    rows = [row | {"task": task, "score": score} for task, score in zip(DEFAULT, scores, strict=True)]
+    finish({"rows": rows}, None, None)
+    out = capsys.readouterr().out
+    lines = out[out.index("Supplement") :].splitlines()
+    assert [sum(f" {score:.2f} " in line for line in lines) for score in scores] == [1] * len(scores)
+    assert not any(f" {scores[0]:.2f} " in line and f" {scores[1]:.2f} " in line for line in lines)
+    assert max(map(len, lines)) <= 80
 
 
 def test_an_interruption_leaves_what_was_done_and_the_same_command_goes_on(folder, data, tmp_path, capsys, monkeypatch):
@@ -198,7 +213,8 @@ def test_two_processes_give_the_rows_and_predictions_of_one(folder, data, tmp_pa
     rows, lines = {}, {}
     for count in (1, 2):
         file = tmp_path / f"{count}.json"
-        assert launched(count, "eval", *argv, file)[0] == [0] * count
+        codes, said = launched(count, "eval", *argv, file)
+        assert codes == [0] * count, said
         timed = ("seconds", "samples_per_minute", "predictions")
         found = json.loads(file.read_text())["rows"]
         rows[count] = [{key: value for key, value in row.items() if key not in timed} for row in found]

@@ -5,11 +5,15 @@ from __future__ import annotations
 import shlex
 import sys
 from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rpe3d.cli.arguments import folder, laws, need, sizes
 from rpe3d.cli.compare import add_model_arguments, add_text_arguments, load_model, progress_bar
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 TASKS = "longbench, leval, ruler, ppl, passkey, copy, or one task as longbench:lcc, ppl:FOLDER"
 
@@ -124,9 +128,7 @@ def questions(arguments: Namespace, tasks: list[tuple[str, str]]) -> tuple[dict[
 
 def finish(results: dict[str, Any], place: Path | None, file: Path | None) -> None:
     """The tables on stdout, the page, and where everything lies."""
-    from rich import box
     from rich.console import Console
-    from rich.table import Table
 
     from rpe3d.evaluate.suites.page import write_page
     from rpe3d.evaluate.suites.tables import tables
@@ -134,12 +136,12 @@ def finish(results: dict[str, Any], place: Path | None, file: Path | None) -> No
     console = Console()
     found = tables(results)
     for table in found:
-        shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=table.title, title_justify="left")
-        shown.add_column("", overflow="fold")
-        for column in table.columns:
-            shown.add_column(column, justify="right", overflow="fold")
-        for line in table.lines:
-            shown.add_row(f"{line.label} (quoted)" if line.quoted else line.label, *line.texts())
+        across = [line.label + " (quoted)" * line.quoted for line in table.lines]
+        cells = [line.texts() for line in table.lines]
+        shown = drawn(table.title, table.columns, across, cells)
+        whole = console.measure(shown, options=console.options.update(width=9999)).maximum
+        if whole > console.width and len(table.columns) > len(table.lines):  # then tasks go down
+            shown = drawn(table.title, across, table.columns, list(zip(*cells, strict=True)))
         console.print(shown)
     for note in dict.fromkeys(filter(None, (table.note for table in found))):
         print(f"note: {note}", file=sys.stderr)
@@ -152,3 +154,17 @@ def finish(results: dict[str, Any], place: Path | None, file: Path | None) -> No
         written += write_page(results, place)
     if written:
         print("wrote " + ", ".join(map(str, written)), file=sys.stderr)
+
+
+def drawn(title: str, columns: Sequence[str], labels: Sequence[str], cells: Sequence[Sequence[str]]) -> Table:
+    """A table for the terminal; each label stands in front of its row of cells. Numbers stay whole."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
+    table.add_column("", overflow="fold")
+    for column in columns:
+        table.add_column(column, justify="right", overflow="fold", min_width=6)
+    for label, row in zip(labels, cells, strict=True):
+        table.add_row(label, *row)
+    return table
