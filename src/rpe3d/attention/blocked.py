@@ -301,9 +301,10 @@ def _seen_by_faded(whole: Part, far: Part | None, shift: Float[Tensor, "2 t"]) -
     eased, loss = shift
     if far is None:  # no focus, so e = 0
         return Part(whole.out, whole.lse + loss)
-    e = eased[:, None]
-    out = (1 - e) * whole.out + e * far.out
-    return Part(out.to(whole.out.dtype), whole.lse + eased * far.lse + loss)
+    out, scratch = torch.empty_like(whole.out), torch.empty_like(whole.lse)
+    mixed = [Part(whole.out, (-eased).log1p().expand_as(whole.lse)), Part(far.out, eased.log().expand_as(far.lse))]
+    merge_checked(mixed, out, scratch, fused=out.is_cuda and out.dtype != torch.float64)  # in one pass over memory
+    return Part(out, whole.lse + eased * far.lse + loss)
 
 
 def _gradients(
