@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-# In the words of the CUDA driver and Triton, of cuBLAS and cuDNN, and of torch's allocator on the CPU.
-WORDS = ("out of memory", "status_alloc_failed", "can't allocate memory")
+# In the words of the CUDA driver and Triton, of cuBLAS and cuDNN, of torch's allocator on the CPU, and of cuDNN's
+# attention, which says no more than that it did not run.
+WORDS = ("out of memory", "status_alloc_failed", "can't allocate memory", "mha_graph.execute")
 
 
 def out_of_memory(error: Exception) -> bool:
