@@ -351,7 +351,7 @@ def test_a_step_allocates_and_launches_and_does_nothing_else(device, monkeypatch
 @needs_triton
 def test_splits_fill_the_machine_but_stay_worth_their_merge():
     """One program per multiprocessor, and no split of fewer than 256 keys."""
-    from rpe3d.attention.decode_kernel import LEAST_KEYS, split
+    from rpe3d.attention.decode_loop import LEAST_KEYS, split
 
     assert split(8, 32768, 132) == 16  # batch 1, 8 key heads on an H200: 128 programs
     assert split(64, 131072, 132) == 2

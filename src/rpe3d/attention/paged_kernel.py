@@ -1,8 +1,8 @@
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
-"""The decoding step over a paged cache: `decode_kernel` with a block table between a key's position and its place.
+"""The decoding step over a paged cache: `decode_loop` with a block table between a key's position and its place.
 
 A server keeps the keys and values of all its sequences in pages of a few tokens, and for each sequence a row of page
-numbers. Everything else is `decode_kernel`'s, whose functions it is made of; keys are turned by stock RoPE, as there.
+numbers. Everything else is as in `decode_kernel`; keys are turned by stock RoPE, as there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rpe3d.attention.counters import zeros
 from rpe3d.attention.decode import plan, table
-from rpe3d.attention.decode_kernel import (
+from rpe3d.attention.decode_loop import (
     LEAST_KEYS,
     LOG2_E,
     NEVER,
