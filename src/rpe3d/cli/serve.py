@@ -52,8 +52,8 @@ def run(arguments: Namespace) -> int:
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         wait_until_ready(process, url)
-        print(f"{url}/v1", flush=True)
         print(_curl(url, arguments.model), file=sys.stderr, flush=True)
+        print(f"{url}/v1", flush=True)  # last: who waits for it finds all else said
         return process.wait()
     except KeyboardInterrupt:
         return 0
