@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -15,6 +16,9 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 # Triton 3.9 warns where this is unset, and warnings are errors here. Fused is what it does anyway.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+# A shell that starts the tests in the background has them ignore Ctrl-C, and with them the commands that they stop by it.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 with suppress(ImportError):  # the tests of serving do without
     from hypothesis import settings
