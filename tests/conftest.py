@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 # Triton 3.9 warns where this is unset, and warnings are errors here. Fused is what it does anyway.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
-# A shell that starts the tests in the background has them ignore Ctrl-C, and with them the commands that they stop by it.
+# A shell that starts the tests in the background has them ignore Ctrl-C, and with them what they start and stop by it.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
