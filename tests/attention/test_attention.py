@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from rpe3d import ConfigError, laws, make_law
-from rpe3d.attention import attention
+from rpe3d.attention import attention, blocked
 from rpe3d.attention.blocked import Blocked, Task
 from rpe3d.attention.library import BACKENDS
 from rpe3d.rotation import cos_sin, rotate
@@ -146,9 +146,11 @@ def test_partial_and_interleaved_rotary(name, interleaved, rotary_dim):
     torch.testing.assert_close(out, specification(q, k, v, law)[0], rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("waiting", [blocked.WAITING, 0], ids=["together", "one by one"])
 @pytest.mark.parametrize("name", laws())
-def test_gradients_are_those_of_the_specification(name):
+def test_gradients_are_those_of_the_specification(name, waiting, monkeypatch):
     """The merge weights are part of the function: detaching them, as is common, is off by about 16 %."""
+    monkeypatch.setattr(blocked, "WAITING", waiting)
     law = law_for(name)
     gradients = []
     weight = torch.randn(2, 6, 75, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

@@ -25,7 +25,9 @@ from rpe3d.geometry.plan import STOCK
 from rpe3d.rotation import rotate
 
 LEAST_BACKWARD = 16384
+"""Queries in a block of the backward, where the forward has fewer in its own."""
 WAITING = 2**27
+"""Bytes of gradients that may wait to be added up."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,6 +31,7 @@ from rpe3d.attention.decode_loop import (
 )
 from rpe3d.rotation.launch import Launcher
 
+# What changes from step to step must not compile a new kernel in the middle of a text.
 _STEPS = ["query_start", "key_start", "keys", "query_positions_b", "key_positions_b", "query_mask_b", "key_mask_b"]
 _UNALIGNED = ["query_positions", "key_positions", "query_mask", "key_mask", "sinks"]
 

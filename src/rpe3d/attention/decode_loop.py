@@ -403,9 +403,6 @@ def _attend(
         _finish(out, lse + at, sinks, head, live, largest, total, acc, DIM, WIDTH)
 
 
-# What changes from step to step must not compile a new kernel in the middle of a text.
-
-
 def _cdiv(n: int, step: int) -> int:
     return -(-n // step)
 
