@@ -48,7 +48,7 @@ from stamp import COLUMNS, stamp
 MEASURED = ("ppl", "tail_ppl", "copy_nll", "passkey")
 NUMBERS = ("law", "steps", "tokens", "length", *MEASURED, "windows", "copies", "passkeys", "context", "s_per_step")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PARTS = 16  # windows of PoSE in one of the others: its positions skip, and attention to them is dense
+PARTS = 16  # windows of PoSE in one of the others
 Row = Mapping[str, str]
 
 

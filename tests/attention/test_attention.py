@@ -9,8 +9,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from rpe3d import ConfigError, laws, make_law
-from rpe3d.attention import attention, blocked
+from rpe3d.attention import attention, blocked, dispatch
 from rpe3d.attention.blocked import Blocked, Task
+from rpe3d.attention.contract import placed
 from rpe3d.attention.library import BACKENDS
 from rpe3d.rotation import cos_sin, rotate
 
@@ -164,7 +165,9 @@ def test_gradients_are_those_of_the_specification(name, waiting, monkeypatch):
 
 @pytest.mark.parametrize("slab", [16, 40, 1000])
 @pytest.mark.parametrize("rows", [8, 24, 200])
-@pytest.mark.parametrize(("name", "parameters"), [("3d-rpe", {}), ("3d-rpe", {"focus": 0}), ("dca", {})])
+@pytest.mark.parametrize(
+    ("name", "parameters"), [("3d-rpe", {}), ("3d-rpe", {"focus": 0}), ("3d-rpe", {"sinks": 0}), ("dca", {})]
+)
 def test_blocks_of_rows_and_slabs_of_keys_change_nothing(name, parameters, rows, slab):
     """Long texts go in blocks of rows and their far keys in slabs, which meet in merges of up to twelve parts."""
     law = law_for(name, rotary_dim=8, **parameters)
@@ -268,19 +271,33 @@ def test_a_row_that_sees_nothing_is_zeros(impl):
     assert out[:, :, 2:].abs().min() > 0
 
 
-@pytest.mark.parametrize("name", ["3d-rpe", "rope", "self-extend", "dpe"])
-def test_positions_with_gaps_are_exact_too(name):
-    """As PoSE trains: no schedule fits, so dense tiles do, in linear memory."""
+@pytest.mark.parametrize("known", [False, True], ids=["asked", "known"])
+@pytest.mark.parametrize("name", ["3d-rpe", "3d-rpe-definition", "dca", "rope", "self-extend", "dpe"])
+def test_positions_with_gaps_are_exact_too(name, known, monkeypatch):
+    """As PoSE trains: chunk laws have a schedule; bands of distances go in dense tiles, in linear memory."""
     law = law_for(name)
-    q, k, v = (x.requires_grad_() for x in vectors(b=1, dtype=torch.float64))
-    positions = torch.cat([torch.arange(40), torch.arange(100, 135)])
+    q, k, v = (x.requires_grad_() for x in vectors(dtype=torch.float64))
+    rows = [[*range(40), *range(100, 135)], [*range(9, 20), *range(23, 29), *range(31, 89)]]
+    positions = placed(torch.tensor(rows), None) if known else torch.tensor(rows)
     given = {"query_positions": positions, "key_positions": positions}
-    out, _ = attention(q, k, v, law, impl="blocked", **given)
     truth, _ = attention(q, k, v, law, impl="reference", **given)
+    if name not in ("self-extend", "dpe"):
+        monkeypatch.setattr(dispatch, "_tiled", None)
+    out, _ = attention(q, k, v, law, impl="blocked", **given)
     torch.testing.assert_close(out, truth, rtol=0, atol=1e-12)
     ours, theirs = (torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, truth))
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
+
+
+def test_gaps_of_queries_that_are_not_those_of_the_keys_are_exact():
+    """The schedule is for tokens that see themselves: these are tiled."""
+    law = law_for("3d-rpe")
+    q, k, v = vectors(b=1, dtype=torch.float64)
+    keys = torch.cat([torch.arange(40), torch.arange(100, 135)])
+    given = {"query_positions": keys + 3, "key_positions": keys}
+    out, _ = attention(q, k, v, law, impl="blocked", **given)
+    torch.testing.assert_close(out, attention(q, k, v, law, impl="reference", **given)[0], rtol=0, atol=1e-12)
 
 
 def test_values_may_have_another_size_than_keys():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rpe3d.attention import library
-from rpe3d.attention.library import BACKENDS, ROUND
+from rpe3d.attention.library import BACKENDS, ROUND, without_plans
 
 
 @pytest.fixture
@@ -74,3 +74,7 @@ def test_the_backward_of_cudnn_gets_everything_laid_out(monkeypatch):
     cut = torch.randn(2, 3, 9, 8)[:, :, :5]
     BACKENDS["cudnn"].backward(cut, q, q, q, cut, torch.randn(2, 3, 9)[:, :, :5], True, 0.3)
     assert seen == {"do": q.stride(), "o": q.stride(), "lse": (15, 5, 1, 1)}
+
+
+def test_calls_of_ever_new_shapes_go_where_no_plan_is_made():
+    assert {name: without_plans(name) for name in BACKENDS} == {name: name for name in BACKENDS} | {"cudnn": "flash"}

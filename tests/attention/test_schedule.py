@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rpe3d import laws, make_law
-from rpe3d.attention.schedule import schedule
+from rpe3d.attention.contract import placed
+from rpe3d.attention.schedule import schedule, skipping
+from rpe3d.train.pose import skipped_positions
 
 
 def moved(call, n):
@@ -29,7 +31,7 @@ def covered(blocks, queries, keys):
             for n in range(call.times):
                 one = moved(call, n)
                 row, column = torch.arange(one.rows)[:, None], torch.arange(one.columns)[None, :]
-                shown = {"full": row == row, "causal": column <= row, "reverse": column > row}[one.shape]
+                shown = {"full": row == row, "causal": column <= row, "upper": column >= row}[one.shape]
                 shown = shown.expand(one.rows, one.columns)
                 assert one.query >= block.rows.start
                 assert one.query + one.rows <= block.rows.stop
@@ -50,11 +52,13 @@ def covered(blocks, queries, keys):
     st.sampled_from([1, 7, 32, 1000]),
     st.integers(8, 40),
     st.sampled_from([0, 6, 12, 15, 24]),
+    st.integers(0, 3),
 )
-def test_every_visible_pair_is_in_exactly_one_call(name, length, start, rows, pretrained, window):
+def test_every_visible_pair_is_in_exactly_one_call(name, length, start, rows, pretrained, window, sinks):
     """Any law, any part of the queries against all keys so far, any block size."""
     start = min(start, length - 1)
-    chunks = {"3d-rpe": {"chunk": 3, "window": window, "reach": window + 3}} if 0 < window <= pretrained - 3 else {}
+    mine = {"chunk": 3, "window": window, "reach": window + 3, "fade": 0.5, "sinks": sinks}
+    chunks = {"3d-rpe": mine} if 0 < window <= pretrained - 3 else {}
     context = pretrained if name == "string" else 200
     law = make_law(name, pretrained=pretrained, context=context, head_dim=4, **chunks.get(name, {}))
     queries, keys = range(start, length), range(length)
@@ -69,9 +73,53 @@ def test_every_visible_pair_is_in_exactly_one_call(name, length, start, rows, pr
     assert torch.equal(region, expected)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(["3d-rpe", "dca", "3d-rpe-dual-chunk", "3d-rpe-definition"]),
+    st.integers(6, 90),
+    st.integers(2, 6),
+    st.integers(0, 2),
+    st.randoms(),
+)
+def test_every_visible_pair_of_skipped_positions_is_in_exactly_one_call(name, length, parts, sinks, draw):
+    mine = {"chunk": 3, "window": 9, "reach": 16, "fade": 0.5, "sinks": sinks} if name == "3d-rpe" else {}
+    law = make_law(name, pretrained=24, context=400, head_dim=4, **mine)
+    p = torch.tensor(skipped_positions(length, 400, parts, draw))
+    (places,) = placed(p[None], None).places or ((range(length),),)
+    assert [q for run in places for q in run] == p.tolist()
+    times, region = covered(skipping(law.regions, places), range(length), range(length))
+    query, key = torch.broadcast_tensors(p[:, None], p[None, :])
+    expected = torch.full_like(region, -1)
+    for i, r in enumerate(law.regions):
+        expected[r.contains(query, key) & (key <= query)] = i
+    assert torch.equal(times, (expected >= 0).long())
+    assert torch.equal(region, expected)
+
+
+def test_two_parts_far_from_each_other_are_three_calls():
+    """A window of PoSE: each part sees itself, and the second the first."""
+    law = make_law("3d-rpe", pretrained=8192, context=100_000, head_dim=64)
+    first, second = skipping(law.regions, (range(700), range(50_000, 51_348)))
+    assert [(call.region, call.rows, call.columns, call.shape) for call in (*first.calls, *second.calls)] == [
+        (0, 700, 700, "causal"),
+        (0, 1348, 1348, "causal"),
+        (1, 1348, 700, "full"),
+    ]
+
+
 @pytest.mark.parametrize(("chunk", "calls"), [(512, 5), (1024, 4)])
 def test_a_block_of_bounded_attention_is_a_handful_of_calls(chunk, calls):
     """2048 rows: own chunks, near chunks, what is far for all, and log2 squares of the staircase."""
     law = make_law("3d-rpe", pretrained=8192, context=131072, head_dim=128, chunk=chunk, window=5 * chunk // 2 * 2)
     blocks = list(schedule(law.regions, range(131072), range(131072), 2048))
     assert max(len(block.calls) for block in blocks) == calls
+
+
+@pytest.mark.parametrize(("sinks", "calls"), [(0, 4), (1, 6)])
+def test_a_long_staircase_is_two_triangles(sinks, calls):
+    """A small model's 32k tokens are one block beside the head: two near calls, two triangles, and two for sinks."""
+    law = make_law("3d-rpe", pretrained=8192, context=32768, head_dim=64, sinks=sinks)
+    head, block = schedule(law.regions, range(32768), range(32768), 58254)
+    assert [call.shape for call in head.calls] == ["causal"]
+    assert len(block.calls) == calls
+    assert {call.shape for call in block.calls if law.regions[call.region].fade} >= {"causal", "upper"}

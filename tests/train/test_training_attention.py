@@ -7,7 +7,9 @@ import torch
 
 import rpe3d
 import tiny_lm
+from rpe3d.attention.contract import placed
 from rpe3d.config import ConfigError
+from rpe3d.train import attention as trained
 from rpe3d.train.attention import TrainingAttention, training_attention
 
 BOUNDED = {"chunk": 16, "window": 32, "reach": 64}
@@ -84,6 +86,19 @@ def test_skipped_positions_are_a_longer_text_with_the_middle_left_out(law):
     mask[40:300, 40:300].fill_diagonal_(0.0)
     truth = dense_logits(model, long[:, :360], mask[:360, :360])[:, kept]
     assert torch.allclose(ours, truth, atol=2e-4)
+
+
+def test_skipped_positions_are_read_from_the_device_once_a_step(monkeypatch):
+    model = rpe3d.extend(tiny_lm.model(), "3d-rpe", context=512, **BOUNDED).eval()
+    read = []
+    monkeypatch.setattr(trained, "placed", lambda *x: read.append(x) or placed(*x))
+    kept = torch.cat([torch.arange(40), torch.arange(300, 360)])[None]
+    with torch.no_grad(), training_attention(model, TrainingAttention(skipping=True)):
+        first = model(kept % 257, position_ids=kept).logits
+        assert len(read) == 1
+        kept[:, 40:] += 9  # in place: another step
+        assert not torch.equal(model(kept % 257, position_ids=kept).logits, first)
+    assert len(read) == 2
 
 
 def dense_logits(model, ids, mask):

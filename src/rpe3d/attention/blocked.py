@@ -6,6 +6,7 @@ block of the schedule turns its own queries; far keys are turned a slab at a tim
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -15,10 +16,11 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
+from rpe3d.attention.contract import Places
 from rpe3d.attention.library import Backend
 from rpe3d.attention.merge import MOST, Part, add_up, merge, merge_checked
-from rpe3d.attention.schedule import Block, Call, schedule
-from rpe3d.attention.table import table
+from rpe3d.attention.schedule import Block, Call, schedule, skipping
+from rpe3d.attention.table import Table, table
 from rpe3d.config import freeze
 from rpe3d.geometry import Fade, Law, Region, Turn
 from rpe3d.geometry.plan import STOCK
@@ -28,11 +30,16 @@ LEAST_BACKWARD = 16384
 """Queries in a block of the backward, where the forward has fewer in its own."""
 WAITING = 2**27
 """Bytes of gradients that may wait to be added up."""
+KEPT = 2**26
+"""Bytes of tables that are kept: the layers of a model ask for the same ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Consecutive queries against consecutive keys under a law. `blocks` is its schedule."""
+    """Consecutive queries against consecutive keys under a law. `blocks` is its schedule.
+
+    With `places` these are the positions of queries and keys, and the ranges count tokens; without, they are positions.
+    """
 
     law: Law
     queries: range
@@ -46,13 +53,30 @@ class Task:
     """In one of the backward: every block adds to the gradients of all keys before it, so few and large ones."""
     slab: int = 65536
     """Far keys that are turned at a time."""
+    places: Places | None = None
     regions: tuple[Region, ...] = field(init=False)
     blocks: tuple[Block, ...] = field(init=False)
     """Empty where no schedule fits."""
 
     def __post_init__(self) -> None:
-        regions = self.law.regions
-        freeze(self, regions=regions, blocks=schedule(regions, self.queries, self.keys, self.rows))
+        freeze(self, regions=self.law.regions)
+        freeze(self, blocks=self.schedule(self.rows))
+
+    def schedule(self, rows: int) -> tuple[Block, ...]:
+        """Blocks of so many queries; positions that skip have their own blocks."""
+        if self.places is not None:
+            return skipping(self.regions, self.places)
+        return schedule(self.regions, self.queries, self.keys, rows)
+
+    def at(self, tokens: range) -> Places:
+        """Their positions."""
+        if self.places is None:
+            return (tokens,)
+        found, first = [], 0
+        for run in self.places:
+            found.append(run[max(0, tokens.start - first) : max(0, tokens.stop - first)])
+            first += len(run)
+        return tuple(run for run in found if len(run))
 
     def slabs(self) -> list[range]:
         return [range(a, min(a + self.slab, self.keys.stop)) for a in range(0, self.keys.stop, self.slab)]
@@ -83,36 +107,80 @@ class Task:
 
     def shift(self, dtype: torch.dtype) -> Float[Tensor, "2 t"] | None:
         """`Fade.shift` of every query."""
-        return None if self.fade is None else _shift(self.fade, self.queries, self.frequencies.device, dtype)
+        return None if self.fade is None else _shift(self.fade, self.at(self.queries), self.frequencies.device, dtype)
 
-    def query(self, x: Tensor, region: Region, positions: range, *, back: bool = False) -> Tensor:
-        """Queries at these positions as a region has them, from stock RoPE; or gradients of such ones back to it."""
+    def query(self, x: Tensor, region: Region, tokens: range, *, back: bool = False) -> Tensor:
+        """These queries as a region has them, from stock RoPE; or gradients of such ones back to it."""
         if region.fade is None or not region.fade.focus:
-            return self.turn(x, region.query, positions, back=back)
-        precise = torch.promote_types(x.dtype, torch.float32)
-        sharp = _sharpness(region.fade, positions, x.device, precise)[:, None]
-        cos, sin = (sharp * part for part in table(region.query, positions, self.frequencies, precise))
-        made = rotate(x, None, cos, -sin if back else sin, interleaved=self.law.rotary.interleaved)[0]
-        if (rest := 2 * cos.shape[1]) < x.shape[3]:  # dimensions that do not turn
-            made[..., rest:] = x[..., rest:] * sharp
+            return self.turn(x, region.query, tokens, back=back)
+        made = self._turned(x, region.query, region.fade, tokens, back)
+        if (rest := 2 * len(self.frequencies)) < x.shape[3]:  # dimensions that do not turn
+            precise = torch.promote_types(x.dtype, torch.float32)
+            made[..., rest:] = x[..., rest:] * _sharpness(region.fade, self.at(tokens), x.device, precise)[:, None]
         return made
 
-    def turn(self, x: Tensor, turn: Turn, positions: range, *, back: bool = False) -> Tensor:
-        """Vectors at these positions, from stock RoPE to where `turn` puts them, or back."""
-        if turn == STOCK:
-            return x
-        cos, sin = table(turn, positions, self.frequencies, torch.promote_types(x.dtype, torch.float32))
-        return rotate(x, None, cos, -sin if back else sin, interleaved=self.law.rotary.interleaved)[0]
+    def turn(self, x: Tensor, turn: Turn, tokens: range, *, back: bool = False) -> Tensor:
+        """Vectors of these tokens, from stock RoPE to where `turn` puts them, or back."""
+        return x if turn == STOCK else self._turned(x, turn, None, tokens, back)
+
+    def _turned(self, x: Tensor, turn: Turn, fade: Fade | None, tokens: range, back: bool) -> Tensor:
+        precise = torch.promote_types(x.dtype, torch.float32)
+        cos, sin = _tables(turn, fade, self.at(tokens), back, self.frequencies, precise)
+        return rotate(x, None, cos, sin, interleaved=self.law.rotary.interleaved)[0]
 
 
-@lru_cache(maxsize=8)  # the layers of a model ask for the same one
-def _shift(fade: Fade, queries: range, device: torch.device, dtype: torch.dtype) -> Float[Tensor, "2 t"]:
-    return fade.shift(torch.arange(queries.start, queries.stop)).to(device, dtype)
+def _positions(places: Places) -> Tensor:
+    return torch.cat([torch.arange(run.start, run.stop) for run in places])
 
 
-@lru_cache(maxsize=8)
-def _sharpness(fade: Fade, queries: range, device: torch.device, dtype: torch.dtype) -> Float[Tensor, " t"]:
-    return fade.sharpness(torch.arange(queries.start, queries.stop)).to(device, dtype)
+@lru_cache(maxsize=64)  # the layers of a model ask for the same one
+def _shift(fade: Fade, places: Places, device: torch.device, dtype: torch.dtype) -> Float[Tensor, "2 t"]:
+    return fade.shift(_positions(places)).to(device, dtype)
+
+
+@lru_cache(maxsize=64)
+def _sharpness(fade: Fade, places: Places, device: torch.device, dtype: torch.dtype) -> Float[Tensor, " t"]:
+    return fade.sharpness(_positions(places)).to(device, dtype)
+
+
+class _Tables:
+    """cos and sin of turns, and of turns that also sharpen; the last KEPT bytes of them are kept."""
+
+    def __init__(self) -> None:
+        self.kept: OrderedDict[Any, tuple[Tensor, Table]] = OrderedDict()
+        self.bytes = 0
+
+    def __call__(
+        self,
+        turn: Turn,
+        fade: Fade | None,
+        places: Places,
+        back: bool,
+        frequencies: Float64[Tensor, " l"],
+        dtype: torch.dtype,
+    ) -> Table:
+        key = (turn, fade, places, back, id(frequencies), dtype)
+        if (found := self.kept.pop(key, None)) is None:
+            cos, sin = self._made(turn, fade, places, frequencies, dtype)
+            found = (frequencies, (cos, -sin if back else sin))  # with what the key names by its address
+            self.bytes += cos.nbytes + sin.nbytes
+        self.kept[key] = found
+        while self.bytes > KEPT and self.kept:
+            _, (_, old) = self.kept.popitem(last=False)
+            self.bytes -= sum(part.nbytes for part in old)
+        return found[1]
+
+    @staticmethod
+    def _made(turn: Turn, fade: Fade | None, places: Places, frequencies: Tensor, dtype: torch.dtype) -> Table:
+        parts = [table(turn, run, frequencies, dtype) for run in places]
+        cos, sin = parts[0] if len(parts) == 1 else (torch.cat(part) for part in zip(*parts, strict=True))
+        if fade is None:
+            return cos, sin
+        sharp = _sharpness(fade, places, frequencies.device, dtype)[:, None]
+        return sharp * cos, sharp * sin
+
+
+_tables = _Tables()
 
 
 Kind = tuple[Turn, Fade | None]
@@ -236,12 +304,11 @@ def _keys(task: Task, k: Tensor, turn: Turn, call: Call, slab: range, far: dict[
 
 def _run(task: Task, call: Call, start: int, q: Tensor, k: Tensor, v: Tensor) -> Part:
     """One library call; its rows begin at `start` in the block."""
-    faded = task.regions[call.region].fade is not None
-    if call.shape == "reverse":
-        out, lse = task.backend.forward(*_reversed(q, k, v), True, task.scale)
-        return Part(out.flip(2), lse.flip(2), start, faded=faded)
-    out, lse = task.backend.forward(q, k, v, call.shape == "causal", task.scale)
-    return Part(out, lse, start, call.step if call.times > 1 else 0, faded)
+    if call.shape == "upper":
+        out, lse = (x.flip(2) for x in task.backend.forward(q.flip(2), k.flip(2), v.flip(2), True, task.scale))
+    else:
+        out, lse = task.backend.forward(q, k, v, call.shape == "causal", task.scale)
+    return Part(out, lse, start, call.step if call.times > 1 else 0, task.regions[call.region].fade is not None)
 
 
 def _backward(
@@ -258,7 +325,7 @@ def _backward(
     dk, dv = {STOCK: _Sum(k, precise)}, _Sum(v, precise)
     turned_keys: dict[Turn, Tensor] = {}
     shift = task.shift(lse.dtype)
-    for block in schedule(task.regions, task.queries, task.keys, task.backward_rows):
+    for block in task.schedule(task.backward_rows):
         here = _rows(block.rows, task.queries)
         whole = Part(out, lse).rows(here)
         faded = whole if shift is None else _seen_by_faded(whole, far and far.rows(here), shift[:, here])
@@ -312,19 +379,12 @@ def _seen_by_faded(whole: Part, far: Part | None, shift: Float[Tensor, "2 t"]) -
 def _gradients(
     task: Task, call: Call, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The backward of one library call. A reversed one touches neither the last row nor the first column."""
-    if call.shape != "reverse":
+    """The backward of one library call."""
+    if call.shape != "upper":
         return task.backend.backward(do, q, k, v, out, lse, call.shape == "causal", task.scale)
-    q, k, v = _reversed(q, k, v)
-    do, out, lse = (x[:, :, :-1].flip(2) for x in (do, out, lse))
-    gq, gk, gv = (g.flip(2) for g in task.backend.backward(do, q, k, v, out, lse, True, task.scale))
-    pad = torch.nn.functional.pad
-    return pad(gq, (0, 0, 0, 1)), pad(gk, (0, 0, 1, 0)), pad(gv, (0, 0, 1, 0))
-
-
-def _reversed(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """column > row becomes column <= row when both are read backwards, without the last row and first column."""
-    return q[:, :, :-1].flip(2), k[:, :, 1:].flip(2), v[:, :, 1:].flip(2)
+    do, q, k, v, out, lse = (x.flip(2) for x in (do, q, k, v, out, lse))
+    gq, gk, gv = task.backend.backward(do, q, k, v, out, lse, True, task.scale)
+    return gq.flip(2), gk.flip(2), gv.flip(2)
 
 
 def _rows(rows: range, queries: range) -> slice:

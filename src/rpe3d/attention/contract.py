@@ -15,6 +15,8 @@ from rpe3d.geometry import Law, Turn
 
 Run = tuple[slice, range]
 """Where the tokens of a sequence lie, and the range of their positions."""
+Places = tuple[range, ...]
+"""Positions of tokens that follow one another: consecutive ones in each range."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,8 @@ class Placed:
     positions: Int[Tensor, "b n"]
     runs: tuple[Run | None, ...]
     """One per sequence, padding aside; None: its tokens are not consecutive."""
+    places: tuple[Places, ...] = ()
+    """One per sequence where some skip ahead, and nothing is padding."""
 
 
 Positions = Tensor | range | Placed | None
@@ -50,6 +54,8 @@ class Inputs:
     turned: bool
     query_runs: tuple[Run | None, ...] | None = None
     key_runs: tuple[Run | None, ...] | None = None
+    places: tuple[Places, ...] = ()
+    """Of queries and keys alike, where they skip ahead."""
 
     @property
     def frequencies(self) -> Float64[Tensor, " l"]:
@@ -152,6 +158,7 @@ def check(
         turned=flag("turned", turned),
         query_runs=query_positions.runs if isinstance(query_positions, Placed) else None,
         key_runs=key_positions.runs if isinstance(key_positions, Placed) else None,
+        places=key_positions.places if isinstance(key_positions, Placed) and key_positions is query_positions else (),
     )
 
 
@@ -165,7 +172,15 @@ def placed(positions: Int[Tensor, "b n"], mask: Bool[Tensor, "b n"] | None) -> P
     gapless = tokens == ((slots >= first) & (slots < first + count))
     rising = (there - start == slots - first) | ~tokens
     rows = zip(*(x[:, 0].tolist() for x in (first, count, start)), (gapless & rising).all(1).tolist(), strict=True)
-    return Placed(positions, tuple((slice(f, f + c), range(p, p + c)) if even else None for f, c, p, even in rows))
+    runs = tuple((slice(f, f + c), range(p, p + c)) if even else None for f, c, p, even in rows)
+    skips = None in runs and mask is None and bool((there.diff() > 0).all())
+    return Placed(positions, runs, tuple(_places(row) for row in there.tolist()) if skips else ())
+
+
+def _places(row: list[int]) -> Places:
+    """The consecutive runs of positions that rise."""
+    starts = [0, *(i for i in range(1, len(row)) if row[i] != row[i - 1] + 1)]
+    return tuple(range(row[i], row[i] + j - i) for i, j in zip(starts, [*starts[1:], len(row)], strict=True))
 
 
 def _positions(name: str, given: Tensor | range | Placed, b: int, n: int) -> range | Tensor:

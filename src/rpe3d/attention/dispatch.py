@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from rpe3d.attention import decode, prefill, reference
 from rpe3d.attention.blocked import LEAST_BACKWARD, Blocked, Task
 from rpe3d.attention.contract import Inputs
-from rpe3d.attention.library import backend_for
+from rpe3d.attention.library import backend_for, without_plans
 from rpe3d.attention.schedule import schedule
 from rpe3d.attention.spans import Span, spans
 from rpe3d.config import ConfigError, choice
@@ -97,7 +97,7 @@ def prefill_step(x: Inputs) -> prefill.Step | str:
         return lack
     runs = list(spans(x))
     known = [span for span in runs if span is not None]
-    if not known or len(known) < len(runs):
+    if not known or len(known) < len(runs) or any(span.places for span in known):
         return "its positions are not consecutive, or a query is not among the keys"
     return prefill.Step(x, known)
 
@@ -121,6 +121,8 @@ def _blocked(x: Inputs, backend: str | None) -> tuple[Tensor, Tensor]:
         x = _stock(x)
     # PyTorch's CPU attention takes vectors that are scattered in memory, and misreads them.
     x = replace(x, q=_unscattered(x.q), k=_unscattered(x.k), v=_unscattered(x.v))
+    if backend is None and any(span.places for span in runs if span is not None):
+        backend = without_plans(backend_for(x.q, x.v).name)
     theta, library = x.frequencies, backend_for(x.q, x.v, backend)
     results = []
     for span in runs:
@@ -135,6 +137,7 @@ def _blocked(x: Inputs, backend: str | None) -> tuple[Tensor, Tensor]:
             backend=library,
             rows=rows,
             backward_rows=max(rows, LEAST_BACKWARD),
+            places=span.places,
         )
         if not task.blocks:
             return _tiled(x)

@@ -163,3 +163,8 @@ def backend_for(q: Tensor, v: Tensor, name: str | None = None) -> Backend:
     if half and widest <= 256 and q.shape[-1] % 8 == 0 and q.shape[-1] == v.shape[-1]:
         return BACKENDS["flash"]
     return BACKENDS["efficient"]
+
+
+def without_plans(name: str) -> str:
+    """The backend for calls of ever new shapes: cuDNN would prepare a plan for each."""
+    return "flash" if name == "cudnn" else name

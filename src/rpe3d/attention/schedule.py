@@ -7,9 +7,11 @@ what repeats from chunk to chunk is one batched call over overlapping views:
              chunks before it     full        c x A c,  once per chunk
     far      what all rows share  full        the block x everything up to A + 1 chunks before its first row
              what later rows add  full        a staircase, cut into squares of c, 2c, 4c ... (log2 of them,
-                                              and as many that the block's end cuts)
+                                              and as many that the block's end cuts), or, where these are many,
+                                  causal      all below its diagonal, once, and
+                                  upper       what is left of every step, c x c, once per chunk
 
-Distance laws (unit 1) have diagonal edges instead of stairs: causal squares, and for a window's far edge the reverse
+Distance laws (unit 1) have diagonal edges instead of stairs: causal squares, and for a window's far edge the upper
 triangle, which is a causal one with both sides read backwards.
 """
 
@@ -21,16 +23,19 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
+from rpe3d.attention.contract import Places
 from rpe3d.geometry import Region
 
-Shape = Literal["full", "causal", "reverse"]
+Shape = Literal["full", "causal", "upper"]
+MOST_STAIRS = 5
+"""Squares of a staircase; beyond it two triangles, of which the upper ones are copied to be read backwards."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
     """Rows [query, query + rows) against keys [key, key + columns), `times` times, both moved on by `step`.
 
-    causal: column <= row, counted from the corner. reverse: column > row. Positions, not indices.
+    causal: column <= row, counted from the corner. upper: column >= row. Positions, not indices.
     """
 
     region: int
@@ -65,6 +70,51 @@ def schedule(regions: tuple[Region, ...], queries: range, keys: range, rows: int
     if units == {1} and not _chunked(regions):
         return tuple(_distance_blocks(regions, queries, keys, rows))
     return tuple(_chunk_blocks(regions, units.pop(), queries, keys, rows))
+
+
+@lru_cache(maxsize=64)
+def skipping(regions: tuple[Region, ...], places: Places) -> tuple[Block, ...]:
+    """Blocks for tokens at positions that rise and skip, against themselves; their calls count tokens.
+
+    The tokens of a chunk have the same keys in every region but their own, and so do often those of many chunks. None
+    for bands of distances, where every token has keys of its own.
+    """
+    own = [region for region in regions if region.first is None]
+    banded = any(region.first is not None or region.last is not None for region in regions)
+    units = {region.unit for region in regions}
+    if len(units) > 1 or (units == {1} and banded) or any(region.start or region.keys is not None for region in own):
+        return ()
+    chunk = units.pop() if banded else places[-1].stop
+
+    def before(position: int) -> int:
+        """How many tokens are."""
+        return sum(min(max(position - run.start, 0), len(run)) for run in places)
+
+    def bounds(region: Region, here: int) -> tuple[int, int | None]:
+        """The keys that queries of a chunk have in a region; to the end: up to themselves."""
+        first = before(max(region.start, 0 if region.last is None else (here - region.last) * chunk))
+        if region.first is None:
+            return first, None
+        stop = (here - region.first + 1) * chunk
+        return first, before(stop if region.keys is None else min(stop, region.keys))
+
+    blocks: list[tuple[list[tuple[int, int | None]], range]] = []
+    for run in places:
+        for here in range(run.start // chunk, (run.stop - 1) // chunk + 1):
+            rows = range(before(max(run.start, here * chunk)), before(min(run.stop, (here + 1) * chunk)))
+            found = [bounds(region, here) for region in regions]
+            if blocks and blocks[-1][0] == found:
+                rows = range(blocks.pop()[1].start, rows.stop)
+            blocks.append((found, rows))
+    return tuple(Block(rows=rows, calls=tuple(_bounded(found, rows))) for found, rows in blocks)
+
+
+def _bounded(found: list[tuple[int, int | None]], rows: range) -> Iterator[Call]:
+    for i, (key, stop) in enumerate(found):
+        if stop is None:
+            yield from _trapezoid(i, rows, key, rows.start, rows.stop)
+        elif key < stop:
+            yield Call(region=i, query=rows.start, rows=len(rows), key=key, columns=stop - key)
 
 
 def _has_calls(region: Region, near: int | None) -> bool:
@@ -120,10 +170,9 @@ def _far_edge(i: int, block: range, window: int) -> Iterator[Call]:
     cut = max(0, -corner)  # columns before position 0 do not exist
     if cut and min(cut, side) < side:
         yield Call(region=i, query=block.start, rows=cut, key=0, columns=side - cut)
-    if side - cut > 1:
-        yield Call(
-            region=i, query=block.start + cut, rows=side - cut, key=corner + cut, columns=side - cut, shape="reverse"
-        )
+    if (left := side - cut - 1) > 0:
+        query, key = block.start + cut, corner + cut + 1
+        yield Call(region=i, query=query, rows=left, key=key, columns=left, shape="upper")
 
 
 def _chunk_blocks(regions: tuple[Region, ...], chunk: int, queries: range, keys: range, rows: int) -> Iterator[Block]:
@@ -174,20 +223,35 @@ def _chunk_calls(i: int, region: Region, chunk: int, block: range, count: int, k
                     yield Call(region=i, query=rows, rows=per_chunk, key=key, columns=stop - key)
     else:
         shared = (first_chunk - first + 1) * chunk
-        key, stop = region.start, min(shared, region.keys or shared)
-        if key < stop:
-            yield Call(region=i, query=block.start, rows=len(block), key=key, columns=stop - key)
-        if region.keys is not None:
-            return
-        side = 1
-        while side < count:  # of every two sides, the second sees the keys of the first
-            size, times = side * chunk, count // (2 * side)
-            if times:
-                repeated: dict[str, Any] = {"times": times, "step": 2 * size}
-                yield Call(region=i, query=block.start + size, rows=size, key=shared, columns=size, **repeated)
-            cut = count - (2 * times + 1) * side
-            if cut > 0:
-                skipped = 2 * times * size
-                query, key = block.start + skipped + size, shared + skipped
-                yield Call(region=i, query=query, rows=cut * chunk, key=key, columns=size)
-            side *= 2
+        stop = shared if region.keys is None else min(shared, region.keys)
+        stairs = [] if region.keys is not None else list(_stairs(i, chunk, block.start, shared, count))
+        if len(stairs) > MOST_STAIRS:
+            # The last of the shared chunks is the first row's step, unless keys that are not of this region are in it.
+            skipped = 0 if shared - chunk >= region.start else 1
+            stop = shared - chunk * (1 - skipped)
+            stairs = list(_triangles(i, chunk, block.start + skipped * chunk, stop, count - skipped))
+        if region.start < stop:
+            yield Call(region=i, query=block.start, rows=len(block), key=region.start, columns=stop - region.start)
+        yield from stairs
+
+
+def _stairs(i: int, chunk: int, query: int, key: int, count: int) -> Iterator[Call]:
+    """Chunk n of `count` sees the first n chunks of keys: of every two sides, the second sees the keys of the first."""
+    side = 1
+    while side < count:
+        size, times = side * chunk, count // (2 * side)
+        if times:
+            repeated: dict[str, Any] = {"times": times, "step": 2 * size}
+            yield Call(region=i, query=query + size, rows=size, key=key, columns=size, **repeated)
+        cut = count - (2 * times + 1) * side
+        if cut > 0:
+            skipped = 2 * times * size
+            yield Call(region=i, query=query + skipped + size, rows=cut * chunk, key=key + skipped, columns=size)
+        side *= 2
+
+
+def _triangles(i: int, chunk: int, query: int, key: int, count: int) -> Iterator[Call]:
+    """Chunk n of `count` sees the first n + 1 chunks of keys: all below the diagonal, and the rest of every step."""
+    side = count * chunk - 1
+    yield Call(region=i, query=query + 1, rows=side, key=key, columns=side, shape="causal")
+    yield Call(region=i, query=query, rows=chunk, key=key, columns=chunk, shape="upper", times=count, step=chunk)

@@ -1,23 +1,29 @@
-"""How a batch becomes runs of consecutive positions."""
+"""How a batch becomes runs of consecutive positions, or of positions that skip ahead."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
+
 from rpe3d.attention import reference
-from rpe3d.attention.contract import Inputs, placed
+from rpe3d.attention.contract import Inputs, Places, placed
 
 
 @dataclass(frozen=True)
 class Span:
-    """Sequences of the batch with the same consecutive tokens: where they lie in the tensors, and their positions."""
+    """Sequences of the batch with the same tokens: where they lie in the tensors, and their positions.
+
+    With `places` these are the positions, and `queries` and `keys` count the tokens.
+    """
 
     batch: slice
     query: slice
     key: slice
     queries: range
     keys: range
+    places: Places | None = None
 
 
 def spans(x: Inputs) -> Iterator[Span | None]:
@@ -31,7 +37,15 @@ def spans(x: Inputs) -> Iterator[Span | None]:
         yield Span(everything, everything, everything, x.queries, x.keys)
         return
     query, key = x.positions()
-    queries = x.query_runs or placed(query, x.query_mask).runs
+    queries, places = x.query_runs, x.places
+    if queries is None:
+        found = placed(query, x.query_mask)
+        queries, places = found.runs, found.places if found.places and torch.equal(query, key) else ()
+    if places and x.key_mask is None:
+        tokens = range(x.q.shape[2])
+        for b, there in enumerate(places):
+            yield Span(slice(b, b + 1), slice(None), slice(None), tokens, tokens, there)
+        return
     keys = x.key_runs or placed(key, x.key_mask).runs
     if None in queries or None in keys:
         reference.check_order("query_positions", query, x.query_mask)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rpe3d.attention import attention
+from rpe3d.attention.contract import Placed, Positions, placed
 from rpe3d.config import ConfigError
 from rpe3d.models import registry
 from rpe3d.models.extend import text_config
@@ -34,6 +35,7 @@ class TrainingAttention:
     group: int | None = None
     """Tokens in a group of shifted sparse attention."""
     parallel: SequenceParallel | None = None
+    _last: list[Any] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __call__(
         self,
@@ -74,7 +76,7 @@ class TrainingAttention:
         if torch.is_autocast_enabled(kind):  # cos and sin, and so q and k, are float32 where the embeddings are
             query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor | range, sinks: Tensor | None) -> Tensor:
+        def attend(q: Tensor, k: Tensor, v: Tensor, positions: Positions, sinks: Tensor | None) -> Tensor:
             with torch.autocast(kind, enabled=False):  # the merge of parts is in float32
                 out, _ = attention(
                     q,
@@ -96,9 +98,16 @@ class TrainingAttention:
         elif self.parallel is not None:
             out = self.parallel.attend(query, key, value, s_aux, positions, attend)
         else:
-            there = range(query.shape[2]) if positions is None else positions.expand(query.shape[0], -1)
+            there = range(query.shape[2]) if positions is None else self._placed(positions, query.shape[0])
             out = attend(query, key, value, there, s_aux)
         return out.transpose(1, 2).contiguous(), None
+
+    def _placed(self, positions: Tensor, batch: int) -> Placed:
+        """Read from the device once for all layers, which would wait for it each."""
+        if not self._last or self._last[0] is not positions or self._last[1] != positions._version:
+            self._last[:] = [positions, positions._version, placed(positions.expand(batch, -1), None)]
+        known: Placed = self._last[2]
+        return known
 
 
 def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
