@@ -109,6 +109,11 @@ class Task:
         """`Fade.shift` of every query."""
         return None if self.fade is None else _shift(self.fade, self.at(self.queries), self.frequencies.device, dtype)
 
+    def shares(self, dtype: torch.dtype) -> Float[Tensor, "2 1 1 t"]:
+        """log (1 - e) and log e of every query, e the first number of its shift."""
+        assert self.fade is not None
+        return _shares(self.fade, self.at(self.queries), self.frequencies.device, dtype)
+
     def query(self, x: Tensor, region: Region, tokens: range, *, back: bool = False) -> Tensor:
         """These queries as a region has them, from stock RoPE; or gradients of such ones back to it."""
         if region.fade is None or not region.fade.focus:
@@ -136,6 +141,12 @@ def _positions(places: Places) -> Tensor:
 @lru_cache(maxsize=64)  # the layers of a model ask for the same one
 def _shift(fade: Fade, places: Places, device: torch.device, dtype: torch.dtype) -> Float[Tensor, "2 t"]:
     return fade.shift(_positions(places)).to(device, dtype)
+
+
+@lru_cache(maxsize=64)
+def _shares(fade: Fade, places: Places, device: torch.device, dtype: torch.dtype) -> Float[Tensor, "2 1 1 t"]:
+    eased, _ = fade.shift(_positions(places))
+    return torch.stack([(-eased).log1p(), eased.log()]).to(device, dtype)[:, None, None]
 
 
 @lru_cache(maxsize=64)
@@ -328,7 +339,9 @@ def _backward(
     for block in task.schedule(task.backward_rows):
         here = _rows(block.rows, task.queries)
         whole = Part(out, lse).rows(here)
-        faded = whole if shift is None else _seen_by_faded(whole, far and far.rows(here), shift[:, here])
+        faded = whole
+        if shift is not None and any(task.regions[call.region].fade is not None for call in block.calls):
+            faded = _seen_by_faded(whole, far and far.rows(here), shift[:, here], task.shares(lse.dtype)[..., here])
         turned: dict[Kind, Tensor] = {PLAIN: q[:, :, here]}
         parts: dict[Kind, list[Part]] = {PLAIN: []}
         regions: dict[Kind, Region] = {}
@@ -365,13 +378,15 @@ def _backward(
     return dq, sum(keys[1:], keys[0]).to(k.dtype), dv.total().to(v.dtype)
 
 
-def _seen_by_faded(whole: Part, far: Part | None, shift: Float[Tensor, "2 t"]) -> Part:
+def _seen_by_faded(
+    whole: Part, far: Part | None, shift: Float[Tensor, "2 t"], shares: Float[Tensor, "2 1 1 t"]
+) -> Part:
     """The output and the log-sum-exp that the backward of a faded part sees."""
     eased, loss = shift
     if far is None:  # no focus, so e = 0
         return Part(whole.out, whole.lse + loss)
     out, scratch = torch.empty_like(whole.out), torch.empty_like(whole.lse)
-    mixed = [Part(whole.out, (-eased).log1p().expand_as(whole.lse)), Part(far.out, eased.log().expand_as(far.lse))]
+    mixed = [Part(x, share.expand_as(scratch)) for x, share in zip((whole.out, far.out), shares, strict=True)]
     merge_checked(mixed, out, scratch, fused=out.is_cuda and out.dtype != torch.float64)  # in one pass over memory
     return Part(out, whole.lse + eased * far.lse + loss)
 
