@@ -76,5 +76,17 @@ def test_the_backward_of_cudnn_gets_everything_laid_out(monkeypatch):
     assert seen == {"do": q.stride(), "o": q.stride(), "lse": (15, 5, 1, 1)}
 
 
+def test_a_single_pair_which_cudnn_refuses_goes_to_flash_attention(monkeypatch):
+    """A text of one token more than a whole number of chunks ends in such a call."""
+
+    def backward(do, q, k, v, *rest, scale):
+        return q, k, v
+
+    monkeypatch.setattr(library, "aten", SimpleNamespace(_scaled_dot_product_flash_attention_backward=backward))
+    q, k = torch.randn(2, 6, 1, 8), torch.randn(2, 3, 1, 8)
+    found = BACKENDS["cudnn"].backward(q, q, k, k, q, torch.randn(2, 6, 1), True, 0.3)
+    assert [x.shape for x in found] == [q.shape, k.shape, k.shape]
+
+
 def test_calls_of_ever_new_shapes_go_where_no_plan_is_made():
     assert {name: without_plans(name) for name in BACKENDS} == {name: name for name in BACKENDS} | {"cudnn": "flash"}

@@ -63,6 +63,8 @@ def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) 
 def _cudnn_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> Gradients:
+    if q.shape[2] == k.shape[2] == 1:  # "s_q = s_kv = 1 is not supported"
+        return _flash_backward(do, q, k, v, o, lse, causal, scale)
     unused = torch.empty((), dtype=torch.int64, device=q.device)  # the random state, read with dropout only
     dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
         laid_out(do, q),
