@@ -114,8 +114,8 @@ def test_the_effective_context_ends_at_the_first_failure(measured, found):
 @pytest.mark.parametrize("anchored", [False, True])
 def test_all_follows_from_the_effective_context(effective, pretrained, chunk, windows, reach, anchored):
     chosen = pick(effective, pretrained, 8 * pretrained, anchored=anchored)
-    shape = {"chunk": chunk, "window": windows[anchored], "reach": reach, "focus": FOCUS}
-    assert chosen == shape | ({"fade": 0.5, "sinks": 1} if anchored else {"fade": FADE, "sinks": 0})
+    weights = {"focus": 1.0, "fade": 0.5, "sinks": 1} if anchored else {"focus": FOCUS, "fade": FADE, "sinks": 0}
+    assert chosen == {"chunk": chunk, "window": windows[anchored], "reach": reach} | weights
     rpe3d.make_law("3d-rpe", pretrained=pretrained, context=8 * pretrained, head_dim=64, **chosen)
 
 

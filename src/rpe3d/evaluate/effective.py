@@ -28,7 +28,7 @@ from rpe3d.models import extend, restore
 STEPS = 8
 AT_MOST = 0.5
 SHORTEST = 256
-ANCHORED_FADE = 0.5
+ANCHORED = {"focus": 1.0, "fade": 0.5, "sinks": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,8 +154,8 @@ def pick(effective: int, pretrained: int, context: int, *, anchored: bool = Fals
     reach = max(2 * chunk, min(3 * effective // 4, pretrained // 2))
     exact = reach * (1 / 2 if anchored else 5 / 8)
     window = max(1, min(round(exact / chunk), reach // chunk - 1)) * chunk
-    fade = ANCHORED_FADE if anchored else FADE
-    return {"chunk": chunk, "window": window, "reach": reach, "focus": FOCUS, "fade": fade, "sinks": int(anchored)}
+    weights = ANCHORED if anchored else {"focus": FOCUS, "fade": FADE, "sinks": 0}
+    return {"chunk": chunk, "window": window, "reach": reach, **weights}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from rpe3d.geometry.law import Law, parameter
 from rpe3d.geometry.plan import Fade, Phase, Region, Turn
 from rpe3d.geometry.windowed import check_dual_chunk, dual_chunk_regions
 
-FOCUS, FADE = 1.0, 0.25
+FOCUS, FADE = 2.0, 0.125
 """How far keys weigh when there are more of them than the model knows; measured on two models (docs/log.md)."""
 
 
@@ -47,9 +47,9 @@ class Bounded(Law):
     window: int = parameter(None, "exact RoPE up to here, w, a multiple of chunk; default 5/16 of pretrained")
     reach: int = parameter(None, "no pair is shown this relative position or more, R; default half of pretrained")
     focus: float = parameter(
-        None, "a query at p > R takes far keys (log p / log R)^focus times sharper; default 1, with your own reach 0"
+        None, "a query at p > R takes far keys (log p / log R)^focus times sharper; default 2, with your own reach 0"
     )
-    fade: float = parameter(None, "and gives them (R / p)^fade of their weight; default 1/4, with your own reach 0")
+    fade: float = parameter(None, "and gives them (R / p)^fade of their weight; default 1/8, with your own reach 0")
     sinks: int = parameter(0, "first tokens that do not fade, at most a chunk; `rpe3d tune` tells whether 1 is better")
 
     def check(self) -> dict[str, Any]:
