@@ -84,14 +84,15 @@ def test_every_visible_pair_is_in_exactly_one_call(name, length, start, rows, pr
 def test_every_visible_pair_of_skipped_positions_is_in_exactly_one_call(name, length, parts, sinks, draw):
     mine = {"chunk": 3, "window": 9, "reach": 16, "fade": 0.5, "sinks": sinks} if name == "3d-rpe" else {}
     law = make_law(name, pretrained=24, context=400, head_dim=4, **mine)
-    p = torch.tensor(skipped_positions(length, 400, parts, draw))
-    (places,) = placed(p[None], None).places or ((range(length),),)
-    assert [q for run in places for q in run] == p.tolist()
-    times, region = covered(skipping(law.regions, places), range(length), range(length))
-    query, key = torch.broadcast_tensors(p[:, None], p[None, :])
+    p = torch.tensor([skipped_positions(length, 400, parts, draw) for _ in range(2)])
+    sequences = placed(p, None).places or ((range(length),),) * 2
+    assert [[q for run in places for q in run] for places in sequences] == p.tolist()
+    times, region = covered(skipping(law.regions, sequences), range(2 * length), range(2 * length))
+    query, key = torch.broadcast_tensors(p.flatten()[:, None], p.flatten()[None, :])
     expected = torch.full_like(region, -1)
     for i, r in enumerate(law.regions):
         expected[r.contains(query, key) & (key <= query)] = i
+    expected[:length, length:] = expected[length:, :length] = -1  # another sequence
     assert torch.equal(times, (expected >= 0).long())
     assert torch.equal(region, expected)
 
@@ -99,8 +100,8 @@ def test_every_visible_pair_of_skipped_positions_is_in_exactly_one_call(name, le
 def test_two_parts_far_from_each_other_are_three_calls():
     """A window of PoSE: each part sees itself, and the second the first."""
     law = make_law("3d-rpe", pretrained=8192, context=100_000, head_dim=64)
-    first, second = skipping(law.regions, (range(700), range(50_000, 51_348)))
-    assert [(call.region, call.rows, call.columns, call.shape) for call in (*first.calls, *second.calls)] == [
+    (block,) = skipping(law.regions, ((range(700), range(50_000, 51_348)),))
+    assert [(call.region, call.rows, call.columns, call.shape) for call in block.calls] == [
         (0, 700, 700, "causal"),
         (0, 1348, 1348, "causal"),
         (1, 1348, 700, "full"),

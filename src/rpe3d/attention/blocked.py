@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -38,7 +39,8 @@ KEPT = 2**26
 class Task:
     """Consecutive queries against consecutive keys under a law. `blocks` is its schedule.
 
-    With `places` these are the positions of queries and keys, and the ranges count tokens; without, they are positions.
+    With `places`, one for each of several sequences in a row, these are the positions of queries and keys, and the
+    ranges count tokens; without, the ranges are positions.
     """
 
     law: Law
@@ -53,7 +55,7 @@ class Task:
     """In one of the backward: every block adds to the gradients of all keys before it, so few and large ones."""
     slab: int = 65536
     """Far keys that are turned at a time."""
-    places: Places | None = None
+    places: tuple[Places, ...] | None = None
     regions: tuple[Region, ...] = field(init=False)
     blocks: tuple[Block, ...] = field(init=False)
     """Empty where no schedule fits."""
@@ -73,10 +75,11 @@ class Task:
         if self.places is None:
             return (tokens,)
         found, first = [], 0
-        for run in self.places:
-            found.append(run[max(0, tokens.start - first) : max(0, tokens.stop - first)])
+        for run in chain.from_iterable(self.places):
+            part = run[max(0, tokens.start - first) : max(0, tokens.stop - first)]
+            found += [part] if len(part) else []
             first += len(run)
-        return tuple(run for run in found if len(run))
+        return tuple(found)
 
     def slabs(self) -> list[range]:
         return [range(a, min(a + self.slab, self.keys.stop)) for a in range(0, self.keys.stop, self.slab)]

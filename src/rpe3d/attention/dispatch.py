@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -141,6 +142,9 @@ def _blocked(x: Inputs, backend: str | None) -> tuple[Tensor, Tensor]:
         )
         if not task.blocks:
             return _tiled(x)
+        if span.places is not None:
+            out, lse = Blocked.apply(*map(_in_a_row, (x.q, x.k, x.v)), x.sinks, task)  # type: ignore[no-untyped-call]
+            return tuple(part[0].unflatten(1, (x.q.shape[0], -1)).transpose(0, 1) for part in (out, lse))
         repeats = any(call.times > 1 for block in task.blocks for call in block.calls)
         every = range(*span.batch.indices(x.q.shape[0]))
         for batch in [slice(b, b + 1) for b in every] if repeats else [span.batch]:
@@ -148,6 +152,11 @@ def _blocked(x: Inputs, backend: str | None) -> tuple[Tensor, Tensor]:
             out, lse = Blocked.apply(q, k, v, x.sinks, task)  # type: ignore[no-untyped-call]
             results.append((batch, span, out, lse))
     return _gathered(x, results)
+
+
+def _in_a_row(x: Float[Tensor, "b h t d"]) -> Float[Tensor, "1 h b*t d"]:
+    """All sequences as one: a view where a token's heads lie together."""
+    return x.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None]
 
 
 def _unscattered(x: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -73,48 +73,57 @@ def schedule(regions: tuple[Region, ...], queries: range, keys: range, rows: int
 
 
 @lru_cache(maxsize=64)
-def skipping(regions: tuple[Region, ...], places: Places) -> tuple[Block, ...]:
-    """Blocks for tokens at positions that rise and skip, against themselves; their calls count tokens.
+def skipping(regions: tuple[Region, ...], sequences: tuple[Places, ...]) -> tuple[Block, ...]:
+    """One block for tokens at positions that rise and skip, sequence after sequence; its calls count tokens.
 
     The tokens of a chunk have the same keys in every region but their own, and so do often those of many chunks. None
     for bands of distances, where every token has keys of its own.
     """
-    own = [region for region in regions if region.first is None]
     banded = any(region.first is not None or region.last is not None for region in regions)
     units = {region.unit for region in regions}
-    if len(units) > 1 or (units == {1} and banded) or any(region.start or region.keys is not None for region in own):
+    bounded = any(region.first is None and (region.start or region.keys is not None) for region in regions)
+    if len(units) > 1 or (units == {1} and banded) or bounded:
         return ()
-    chunk = units.pop() if banded else places[-1].stop
+    chunk = units.pop() if banded else max(places[-1].stop for places in sequences)
+    calls: list[Call] = []
+    first = 0
+    for places in sequences:
+        calls += (
+            replace(call, query=first + call.query, key=first + call.key) for call in _skips(regions, chunk, places)
+        )
+        first += sum(map(len, places))
+    return (Block(rows=range(first), calls=tuple(sorted(calls, key=lambda call: call.region))),)
+
+
+def _skips(regions: tuple[Region, ...], chunk: int, places: Places) -> Iterator[Call]:
+    """The calls of one sequence: queries with the same keys go together."""
 
     def before(position: int) -> int:
         """How many tokens are."""
         return sum(min(max(position - run.start, 0), len(run)) for run in places)
 
-    def bounds(region: Region, here: int) -> tuple[int, int | None]:
-        """The keys that queries of a chunk have in a region; to the end: up to themselves."""
+    def keys(region: Region, here: int) -> tuple[int, int | None]:
+        """Those that queries of a chunk have in a region; without an end: up to themselves."""
         first = before(max(region.start, 0 if region.last is None else (here - region.last) * chunk))
         if region.first is None:
             return first, None
         stop = (here - region.first + 1) * chunk
         return first, before(stop if region.keys is None else min(stop, region.keys))
 
-    blocks: list[tuple[list[tuple[int, int | None]], range]] = []
+    alike: list[tuple[list[tuple[int, int | None]], range]] = []
     for run in places:
         for here in range(run.start // chunk, (run.stop - 1) // chunk + 1):
             rows = range(before(max(run.start, here * chunk)), before(min(run.stop, (here + 1) * chunk)))
-            found = [bounds(region, here) for region in regions]
-            if blocks and blocks[-1][0] == found:
-                rows = range(blocks.pop()[1].start, rows.stop)
-            blocks.append((found, rows))
-    return tuple(Block(rows=rows, calls=tuple(_bounded(found, rows))) for found, rows in blocks)
-
-
-def _bounded(found: list[tuple[int, int | None]], rows: range) -> Iterator[Call]:
-    for i, (key, stop) in enumerate(found):
-        if stop is None:
-            yield from _trapezoid(i, rows, key, rows.start, rows.stop)
-        elif key < stop:
-            yield Call(region=i, query=rows.start, rows=len(rows), key=key, columns=stop - key)
+            found = [keys(region, here) for region in regions]
+            if alike and alike[-1][0] == found:
+                rows = range(alike.pop()[1].start, rows.stop)
+            alike.append((found, rows))
+    for found, rows in alike:
+        for i, (key, stop) in enumerate(found):
+            if stop is None:
+                yield from _trapezoid(i, rows, key, rows.start, rows.stop)
+            elif key < stop:
+                yield Call(region=i, query=rows.start, rows=len(rows), key=key, columns=stop - key)
 
 
 def _has_calls(region: Region, near: int | None) -> bool:

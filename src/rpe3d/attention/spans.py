@@ -15,7 +15,7 @@ from rpe3d.attention.contract import Inputs, Places, placed
 class Span:
     """Sequences of the batch with the same tokens: where they lie in the tensors, and their positions.
 
-    With `places` these are the positions, and `queries` and `keys` count the tokens.
+    With `places` these are the positions, sequence by sequence, and `queries` and `keys` count all tokens.
     """
 
     batch: slice
@@ -23,7 +23,7 @@ class Span:
     key: slice
     queries: range
     keys: range
-    places: Places | None = None
+    places: tuple[Places, ...] | None = None
 
 
 def spans(x: Inputs) -> Iterator[Span | None]:
@@ -42,9 +42,8 @@ def spans(x: Inputs) -> Iterator[Span | None]:
         found = placed(query, x.query_mask)
         queries, places = found.runs, found.places if found.places and torch.equal(query, key) else ()
     if places and x.key_mask is None:
-        tokens = range(x.q.shape[2])
-        for b, there in enumerate(places):
-            yield Span(slice(b, b + 1), slice(None), slice(None), tokens, tokens, there)
+        everything, tokens = slice(None), range(x.q.shape[0] * x.q.shape[2])
+        yield Span(everything, everything, everything, tokens, tokens, places)
         return
     keys = x.key_runs or placed(key, x.key_mask).runs
     if None in queries or None in keys:
