@@ -13,6 +13,7 @@ from rpe3d.attention import attention, blocked, dispatch
 from rpe3d.attention.blocked import Blocked, Task
 from rpe3d.attention.contract import placed
 from rpe3d.attention.library import BACKENDS
+from rpe3d.attention.table import table
 from rpe3d.rotation import cos_sin, rotate
 
 CHUNKY = {
@@ -189,6 +190,28 @@ def test_blocks_of_rows_and_slabs_of_keys_change_nothing(name, parameters, rows,
         results.append((out, lse, *torch.autograd.grad((out * weight).sum(), x)))
     for ours, truth in zip(*results, strict=True):
         torch.testing.assert_close(ours, truth, rtol=0, atol=1e-11)
+
+
+def test_tables_are_made_once_for_all_layers_and_the_oldest_go(monkeypatch):
+    made = []
+    monkeypatch.setattr(blocked, "table", lambda *x: made.append(x) or table(*x))
+    monkeypatch.setattr(blocked, "_tables", blocked._Tables())
+    law = law_for("3d-rpe")
+    q, k, v = (x.requires_grad_() for x in vectors(dtype=torch.float64))
+    found, counts = [], []
+    for kept in (blocked.KEPT, 0):
+        monkeypatch.setattr(blocked, "KEPT", kept)
+        for _ in range(3):
+            out, _ = attention(q, k, v, law, impl="blocked")
+            found.append((out, *torch.autograd.grad(out.sum(), (q, k, v))))
+            counts.append(len(made))
+    once = counts[0]
+    assert counts[:3] == [once] * 3
+    assert counts[5] - counts[4] >= once
+    assert not blocked._tables.kept
+    assert blocked._tables.bytes == 0
+    for one in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(one, found[0], strict=True))
 
 
 @pytest.mark.parametrize("name", ["3d-rpe", "dca", "self-extend"])

@@ -71,7 +71,7 @@ def test_the_first_token_keeps_its_weight_where_that_costs_less(folder, tmp_path
     assert run(folder, "--context", "1k", "--out", out, "--trials", "3", "--device", "cpu") == 0
     content = json.loads(out.read_text())
     assert (content["chunk"], content["window"], content["reach"]) == (64, 64, 128)
-    assert (content["focus"], content["fade"], content["sinks"]) == (FOCUS, 0.5, 1)
+    assert (content["focus"], content["fade"], content["sinks"]) == (1.0, 0.5, 1)
     weighed = content["measured"]["weighed"]
     assert weighed["even"] == {"length": 512, "seeds": [0, 1], "text": 2.5, "again": pytest.approx(0.1)}
     assert weighed["anchored"]["again"] == pytest.approx(0.09)

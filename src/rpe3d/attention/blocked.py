@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import chain
+from threading import Lock
 from typing import Any
 
 import torch
@@ -158,11 +159,15 @@ def _sharpness(fade: Fade, places: Places, device: torch.device, dtype: torch.dt
 
 
 class _Tables:
-    """cos and sin of turns, and of turns that also sharpen; the last KEPT bytes of them are kept."""
+    """cos and sin of turns, and of turns that also sharpen; the last KEPT bytes of them are kept.
+
+    Each is for the stream that made it. A CUDA graph has its own: it would read a kept one when that may be gone.
+    """
 
     def __init__(self) -> None:
         self.kept: OrderedDict[Any, tuple[Tensor, Table]] = OrderedDict()
         self.bytes = 0
+        self.lock = Lock()
 
     def __call__(
         self,
@@ -173,21 +178,30 @@ class _Tables:
         frequencies: Float64[Tensor, " l"],
         dtype: torch.dtype,
     ) -> Table:
-        key = (turn, fade, places, back, id(frequencies), dtype)
-        if (found := self.kept.pop(key, None)) is None:
-            cos, sin = self._made(turn, fade, places, frequencies, dtype)
-            found = (frequencies, (cos, -sin if back else sin))  # with what the key names by its address
-            self.bytes += cos.nbytes + sin.nbytes
-        self.kept[key] = found
-        while self.bytes > KEPT and self.kept:
-            _, (_, old) = self.kept.popitem(last=False)
-            self.bytes -= sum(part.nbytes for part in old)
+        stream = 0
+        if frequencies.is_cuda:
+            if torch.cuda.is_current_stream_capturing():
+                return self._made(turn, fade, places, back, frequencies, dtype)
+            stream = torch.cuda.current_stream(frequencies.device).cuda_stream
+        key = (turn, fade, places, back, id(frequencies), dtype, stream)
+        with self.lock:
+            if (found := self.kept.pop(key, None)) is None:
+                made = self._made(turn, fade, places, back, frequencies, dtype)
+                found = (frequencies, made)  # with what the key names by its address
+                self.bytes += sum(part.nbytes for part in made)
+            self.kept[key] = found
+            while self.bytes > KEPT:
+                _, (_, old) = self.kept.popitem(last=False)
+                self.bytes -= sum(part.nbytes for part in old)
         return found[1]
 
     @staticmethod
-    def _made(turn: Turn, fade: Fade | None, places: Places, frequencies: Tensor, dtype: torch.dtype) -> Table:
+    def _made(
+        turn: Turn, fade: Fade | None, places: Places, back: bool, frequencies: Tensor, dtype: torch.dtype
+    ) -> Table:
         parts = [table(turn, run, frequencies, dtype) for run in places]
         cos, sin = parts[0] if len(parts) == 1 else (torch.cat(part) for part in zip(*parts, strict=True))
+        sin = -sin if back else sin
         if fade is None:
             return cos, sin
         sharp = _sharpness(fade, places, frequencies.device, dtype)[:, None]
