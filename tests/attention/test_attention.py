@@ -9,11 +9,10 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from rpe3d import ConfigError, laws, make_law
-from rpe3d.attention import attention, blocked, dispatch
+from rpe3d.attention import attention, blocked, dispatch, table
 from rpe3d.attention.blocked import Blocked, Task
 from rpe3d.attention.contract import placed
 from rpe3d.attention.library import BACKENDS
-from rpe3d.attention.table import table
 from rpe3d.rotation import cos_sin, rotate
 
 CHUNKY = {
@@ -193,14 +192,15 @@ def test_blocks_of_rows_and_slabs_of_keys_change_nothing(name, parameters, rows,
 
 
 def test_tables_are_made_once_for_all_layers_and_the_oldest_go(monkeypatch):
-    made = []
-    monkeypatch.setattr(blocked, "table", lambda *x: made.append(x) or table(*x))
-    monkeypatch.setattr(blocked, "_tables", blocked._Tables())
+    made, make = [], table.table
+    monkeypatch.setattr(table, "table", lambda *x: made.append(x) or make(*x))
+    kept = table.Tables()
+    monkeypatch.setattr(blocked, "kept", kept)
     law = law_for("3d-rpe")
     q, k, v = (x.requires_grad_() for x in vectors(dtype=torch.float64))
     found, counts = [], []
-    for kept in (blocked.KEPT, 0):
-        monkeypatch.setattr(blocked, "KEPT", kept)
+    for most in (table.KEPT, 0):
+        monkeypatch.setattr(table, "KEPT", most)
         for _ in range(3):
             out, _ = attention(q, k, v, law, impl="blocked")
             found.append((out, *torch.autograd.grad(out.sum(), (q, k, v))))
@@ -208,8 +208,8 @@ def test_tables_are_made_once_for_all_layers_and_the_oldest_go(monkeypatch):
     once = counts[0]
     assert counts[:3] == [once] * 3
     assert counts[5] - counts[4] >= once
-    assert not blocked._tables.kept
-    assert blocked._tables.bytes == 0
+    assert not kept.kept
+    assert kept.bytes == 0
     for one in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(one, found[0], strict=True))
 

@@ -6,12 +6,10 @@ block of the schedule turns its own queries; far keys are turned a slab at a tim
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import chain
-from threading import Lock
 from typing import Any
 
 import torch
@@ -22,7 +20,7 @@ from rpe3d.attention.contract import Places
 from rpe3d.attention.library import Backend
 from rpe3d.attention.merge import MOST, Part, add_up, merge, merge_checked
 from rpe3d.attention.schedule import Block, Call, schedule, skipping
-from rpe3d.attention.table import Table, table
+from rpe3d.attention.table import kept, positions_of, sharpness
 from rpe3d.config import freeze
 from rpe3d.geometry import Fade, Law, Region, Turn
 from rpe3d.geometry.plan import STOCK
@@ -32,8 +30,6 @@ LEAST_BACKWARD = 16384
 """Queries in a block of the backward, where the forward has fewer in its own."""
 WAITING = 2**27
 """Bytes of gradients that may wait to be added up."""
-KEPT = 2**26
-"""Bytes of tables that are kept: the layers of a model ask for the same ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +121,7 @@ class Task:
         made = self._turned(x, region.query, region.fade, tokens, back)
         if (rest := 2 * len(self.frequencies)) < x.shape[3]:  # dimensions that do not turn
             precise = torch.promote_types(x.dtype, torch.float32)
-            made[..., rest:] = x[..., rest:] * _sharpness(region.fade, self.at(tokens), x.device, precise)[:, None]
+            made[..., rest:] = x[..., rest:] * sharpness(region.fade, self.at(tokens), x.device, precise)[:, None]
         return made
 
     def turn(self, x: Tensor, turn: Turn, tokens: range, *, back: bool = False) -> Tensor:
@@ -134,81 +130,19 @@ class Task:
 
     def _turned(self, x: Tensor, turn: Turn, fade: Fade | None, tokens: range, back: bool) -> Tensor:
         precise = torch.promote_types(x.dtype, torch.float32)
-        cos, sin = _tables(turn, fade, self.at(tokens), back, self.frequencies, precise)
+        cos, sin = kept(turn, fade, self.at(tokens), back, self.frequencies, precise)
         return rotate(x, None, cos, sin, interleaved=self.law.rotary.interleaved)[0]
-
-
-def _positions(places: Places) -> Tensor:
-    return torch.cat([torch.arange(run.start, run.stop) for run in places])
 
 
 @lru_cache(maxsize=64)  # the layers of a model ask for the same one
 def _shift(fade: Fade, places: Places, device: torch.device, dtype: torch.dtype) -> Float[Tensor, "2 t"]:
-    return fade.shift(_positions(places)).to(device, dtype)
+    return fade.shift(positions_of(places)).to(device, dtype)
 
 
 @lru_cache(maxsize=64)
 def _shares(fade: Fade, places: Places, device: torch.device, dtype: torch.dtype) -> Float[Tensor, "2 1 1 t"]:
-    eased, _ = fade.shift(_positions(places))
+    eased, _ = fade.shift(positions_of(places))
     return torch.stack([(-eased).log1p(), eased.log()]).to(device, dtype)[:, None, None]
-
-
-@lru_cache(maxsize=64)
-def _sharpness(fade: Fade, places: Places, device: torch.device, dtype: torch.dtype) -> Float[Tensor, " t"]:
-    return fade.sharpness(_positions(places)).to(device, dtype)
-
-
-class _Tables:
-    """cos and sin of turns, and of turns that also sharpen; the last KEPT bytes of them are kept.
-
-    Each is for the stream that made it. A CUDA graph has its own: it would read a kept one when that may be gone.
-    """
-
-    def __init__(self) -> None:
-        self.kept: OrderedDict[Any, tuple[Tensor, Table]] = OrderedDict()
-        self.bytes = 0
-        self.lock = Lock()
-
-    def __call__(
-        self,
-        turn: Turn,
-        fade: Fade | None,
-        places: Places,
-        back: bool,
-        frequencies: Float64[Tensor, " l"],
-        dtype: torch.dtype,
-    ) -> Table:
-        stream = 0
-        if frequencies.is_cuda:
-            if torch.cuda.is_current_stream_capturing():
-                return self._made(turn, fade, places, back, frequencies, dtype)
-            stream = torch.cuda.current_stream(frequencies.device).cuda_stream
-        key = (turn, fade, places, back, id(frequencies), dtype, stream)
-        with self.lock:
-            if (found := self.kept.pop(key, None)) is None:
-                made = self._made(turn, fade, places, back, frequencies, dtype)
-                found = (frequencies, made)  # with what the key names by its address
-                self.bytes += sum(part.nbytes for part in made)
-            self.kept[key] = found
-            while self.bytes > KEPT:
-                _, (_, old) = self.kept.popitem(last=False)
-                self.bytes -= sum(part.nbytes for part in old)
-        return found[1]
-
-    @staticmethod
-    def _made(
-        turn: Turn, fade: Fade | None, places: Places, back: bool, frequencies: Tensor, dtype: torch.dtype
-    ) -> Table:
-        parts = [table(turn, run, frequencies, dtype) for run in places]
-        cos, sin = parts[0] if len(parts) == 1 else (torch.cat(part) for part in zip(*parts, strict=True))
-        sin = -sin if back else sin
-        if fade is None:
-            return cos, sin
-        sharp = _sharpness(fade, places, frequencies.device, dtype)[:, None]
-        return sharp * cos, sharp * sin
-
-
-_tables = _Tables()
 
 
 Kind = tuple[Turn, Fade | None]

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from functools import lru_cache
 from importlib.util import find_spec
+from threading import Lock
+from typing import Any
 
 import torch
-from jaxtyping import Float, Float64
+from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
-from rpe3d.geometry import PairTurns, Turn
+from rpe3d.attention.contract import Places
+from rpe3d.geometry import Fade, PairTurns, Turn
 from rpe3d.rotation import cos_sin
 
 Table = tuple[Float[Tensor, "t l"], Float[Tensor, "t l"]]
+KEPT = 2**26
+"""Bytes of tables that are kept: the layers of a model ask for the same ones."""
 _HAS_TRITON = find_spec("triton") is not None
 
 
@@ -28,3 +35,67 @@ def plain(turn: Turn, positions: range, frequencies: Float64[Tensor, " l"], dtyp
     """The specification of the kernel, which is one launch where this is twenty."""
     p = torch.arange(positions.start, positions.stop, device=frequencies.device)
     return cos_sin(turn.angle(p, frequencies, stock=True), dtype=dtype)
+
+
+def positions_of(places: Places) -> Int[Tensor, " t"]:
+    """All of them, on the host."""
+    return torch.cat([torch.arange(run.start, run.stop) for run in places])
+
+
+@lru_cache(maxsize=64)
+def sharpness(fade: Fade, places: Places, device: torch.device, dtype: torch.dtype) -> Float[Tensor, " t"]:
+    """`Fade.sharpness` of queries at these positions."""
+    return fade.sharpness(positions_of(places)).to(device, dtype)
+
+
+class Tables:
+    """cos and sin of turns, and of turns that also sharpen; the last KEPT bytes of them are kept.
+
+    Each is for the stream that made it. A CUDA graph has its own: it would read a kept one when that may be gone.
+    """
+
+    def __init__(self) -> None:
+        self.kept: OrderedDict[Any, tuple[Tensor, Table]] = OrderedDict()
+        self.bytes = 0
+        self.lock = Lock()
+
+    def __call__(
+        self,
+        turn: Turn,
+        fade: Fade | None,
+        places: Places,
+        back: bool,
+        frequencies: Float64[Tensor, " l"],
+        dtype: torch.dtype,
+    ) -> Table:
+        stream = 0
+        if frequencies.is_cuda:
+            if torch.cuda.is_current_stream_capturing():
+                return self._made(turn, fade, places, back, frequencies, dtype)
+            stream = torch.cuda.current_stream(frequencies.device).cuda_stream
+        key = (turn, fade, places, back, id(frequencies), dtype, stream)
+        with self.lock:
+            if (found := self.kept.pop(key, None)) is None:
+                made = self._made(turn, fade, places, back, frequencies, dtype)
+                found = (frequencies, made)  # with what the key names by its address
+                self.bytes += sum(part.nbytes for part in made)
+            self.kept[key] = found
+            while self.bytes > KEPT:
+                _, (_, old) = self.kept.popitem(last=False)
+                self.bytes -= sum(part.nbytes for part in old)
+        return found[1]
+
+    @staticmethod
+    def _made(
+        turn: Turn, fade: Fade | None, places: Places, back: bool, frequencies: Tensor, dtype: torch.dtype
+    ) -> Table:
+        parts = [table(turn, run, frequencies, dtype) for run in places]
+        cos, sin = parts[0] if len(parts) == 1 else (torch.cat(part) for part in zip(*parts, strict=True))
+        sin = -sin if back else sin
+        if fade is None:
+            return cos, sin
+        sharp = sharpness(fade, places, frequencies.device, dtype)[:, None]
+        return sharp * cos, sharp * sin
+
+
+kept = Tables()
