@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -311,6 +312,21 @@ def test_positions_with_gaps_are_exact_too(name, known, monkeypatch):
     ours, theirs = (torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, truth))
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
+
+
+def test_many_sequences_with_gaps_have_their_own_sinks(monkeypatch):
+    """More tokens in all than a slab of far keys has, and more parts than one merge takes."""
+    law = law_for("3d-rpe")
+    monkeypatch.setattr(dispatch, "Task", partial(Task, slab=100))
+    q, k, v = (x.requires_grad_() for x in vectors(b=9, dtype=torch.float64))
+    rows = [[*range(30 + b), *range(100 + 7 * b, 145 + 6 * b)] for b in range(9)]
+    given = {"query_positions": torch.tensor(rows), "key_positions": torch.tensor(rows)}
+    results = []
+    for impl in ("reference", "blocked"):
+        out, lse = attention(q, k, v, law, impl=impl, **given)
+        results.append((out, lse, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+    for ours, truth in zip(*results, strict=True):
+        torch.testing.assert_close(ours, truth, rtol=0, atol=1e-11)
 
 
 def test_gaps_of_queries_that_are_not_those_of_the_keys_are_exact():

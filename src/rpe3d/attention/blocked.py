@@ -79,6 +79,9 @@ class Task:
         return tuple(found)
 
     def slabs(self) -> list[range]:
+        """All at once where positions skip: such sequences are short, and each has its first keys elsewhere."""
+        if self.places is not None:
+            return [self.keys]
         return [range(a, min(a + self.slab, self.keys.stop)) for a in range(0, self.keys.stop, self.slab)]
 
     def passes(self) -> Iterator[tuple[range, list[tuple[Block, list[Call]]]]]:
