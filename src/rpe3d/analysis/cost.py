@@ -50,7 +50,7 @@ def _pairs(call: Call) -> int:
     elif call.shape == "causal":  # column <= row
         square = min(call.rows, call.columns)
         each = square * (square + 1) // 2 + (call.rows - square) * call.columns
-    else:  # column > row
-        below = max(0, call.columns - call.rows)
-        each = call.columns * (call.columns - 1) // 2 - below * (below - 1) // 2
+    else:  # column >= row
+        square = min(call.rows, call.columns)
+        each = square * call.columns - square * (square - 1) // 2
     return each * call.times
