@@ -55,7 +55,7 @@ def test_blocks_and_slabs_are_those_of_attention():
     import torch
 
     from rpe3d.analysis.cost import ROWS, SLAB
-    from rpe3d.attention.blocked import Task
+    from rpe3d.attention.task import Task
     from rpe3d.attention.dispatch import _rows
 
     assert Task.slab == SLAB

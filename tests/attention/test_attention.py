@@ -10,10 +10,11 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from rpe3d import ConfigError, laws, make_law
-from rpe3d.attention import attention, blocked, dispatch, table
-from rpe3d.attention.blocked import Blocked, Task
+from rpe3d.attention import attention, blocked, dispatch, table, task
+from rpe3d.attention.blocked import Blocked
 from rpe3d.attention.contract import placed
 from rpe3d.attention.library import BACKENDS
+from rpe3d.attention.task import Task
 from rpe3d.rotation import cos_sin, rotate
 
 CHUNKY = {
@@ -196,7 +197,7 @@ def test_tables_are_made_once_for_all_layers_and_the_oldest_go(monkeypatch):
     made, make = [], table.table
     monkeypatch.setattr(table, "table", lambda *x: made.append(x) or make(*x))
     kept = table.Tables()
-    monkeypatch.setattr(blocked, "kept", kept)
+    monkeypatch.setattr(task, "kept", kept)
     law = law_for("3d-rpe")
     q, k, v = (x.requires_grad_() for x in vectors(dtype=torch.float64))
     found, counts = [], []
@@ -209,7 +210,7 @@ def test_tables_are_made_once_for_all_layers_and_the_oldest_go(monkeypatch):
     once = counts[0]
     assert counts[:3] == [once] * 3
     assert counts[5] - counts[4] >= once
-    assert not kept.kept
+    assert not kept.entries
     assert kept.bytes == 0
     for one in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(one, found[0], strict=True))

@@ -6,146 +6,20 @@ block of the schedule turns its own queries; far keys are turned a slab at a tim
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from itertools import chain
 from typing import Any
 
 import torch
-from jaxtyping import Float, Float64
+from jaxtyping import Float
 from torch import Tensor
 
-from rpe3d.attention.contract import Places
-from rpe3d.attention.library import Backend
 from rpe3d.attention.merge import MOST, Part, add_up, merge, merge_checked
-from rpe3d.attention.schedule import Block, Call, schedule, skipping
-from rpe3d.attention.table import kept, positions_of, sharpness
-from rpe3d.config import freeze
-from rpe3d.geometry import Fade, Law, Region, Turn
+from rpe3d.attention.schedule import Block, Call
+from rpe3d.attention.task import Task
+from rpe3d.geometry import Fade, Region, Turn
 from rpe3d.geometry.plan import STOCK
-from rpe3d.rotation import rotate
 
-LEAST_BACKWARD = 16384
-"""Queries in a block of the backward, where the forward has fewer in its own."""
 WAITING = 2**27
 """Bytes of gradients that may wait to be added up."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """Consecutive queries against consecutive keys under a law. `blocks` is its schedule.
-
-    With `places`, one for each of several sequences in a row, these are the positions of queries and keys, and the
-    ranges count tokens; without, the ranges are positions.
-    """
-
-    law: Law
-    queries: range
-    keys: range
-    frequencies: Float64[Tensor, " l"]
-    scale: float
-    backend: Backend
-    rows: int
-    """Queries in a block of the forward."""
-    backward_rows: int = LEAST_BACKWARD
-    """In one of the backward: every block adds to the gradients of all keys before it, so few and large ones."""
-    slab: int = 65536
-    """Far keys that are turned at a time."""
-    places: tuple[Places, ...] | None = None
-    regions: tuple[Region, ...] = field(init=False)
-    blocks: tuple[Block, ...] = field(init=False)
-    """Empty where no schedule fits."""
-
-    def __post_init__(self) -> None:
-        freeze(self, regions=self.law.regions)
-        freeze(self, blocks=self.schedule(self.rows))
-
-    def schedule(self, rows: int) -> tuple[Block, ...]:
-        """Blocks of so many queries; positions that skip have their own blocks."""
-        if self.places is not None:
-            return skipping(self.regions, self.places)
-        return schedule(self.regions, self.queries, self.keys, rows)
-
-    def at(self, tokens: range) -> Places:
-        """Their positions."""
-        if self.places is None:
-            return (tokens,)
-        found, first = [], 0
-        for run in chain.from_iterable(self.places):
-            part = run[max(0, tokens.start - first) : max(0, tokens.stop - first)]
-            found += [part] if len(part) else []
-            first += len(run)
-        return tuple(found)
-
-    def slabs(self) -> list[range]:
-        """All at once where positions skip: such sequences are short, and each has its first keys elsewhere."""
-        if self.places is not None:
-            return [self.keys]
-        return [range(a, min(a + self.slab, self.keys.stop)) for a in range(0, self.keys.stop, self.slab)]
-
-    def passes(self) -> Iterator[tuple[range, list[tuple[Block, list[Call]]]]]:
-        """One pass per slab of far keys, from the last one on; the last pass, when far keys are done, does all else."""
-        for slab in reversed(self.slabs()):
-            work = []
-            for block in self.blocks:
-                calls = [cut for call in block.calls if (cut := self._within(call, slab))]
-                if calls:
-                    work.append((block, calls))
-            yield slab, work
-
-    def _within(self, call: Call, slab: range) -> Call | None:
-        """The part of a call that belongs to a slab's pass."""
-        if call.shape != "full" or call.times > 1 or self.regions[call.region].key == STOCK:
-            return call if slab.start == 0 else None
-        start, stop = max(call.key, slab.start), min(call.key + call.columns, slab.stop)
-        return replace(call, key=start, columns=stop - start) if start < stop else None
-
-    @property
-    def fade(self) -> Fade | None:
-        """Of the one region that fades, if there is one."""
-        fades = [region.fade for region in self.regions if region.fade is not None]
-        assert len(fades) <= 1, "merging knows of one group of faded parts"
-        return fades[0] if fades else None
-
-    def shift(self, dtype: torch.dtype) -> Float[Tensor, "2 t"] | None:
-        """`Fade.shift` of every query."""
-        return None if self.fade is None else _shift(self.fade, self.at(self.queries), self.frequencies.device, dtype)
-
-    def shares(self, dtype: torch.dtype) -> Float[Tensor, "2 1 1 t"]:
-        """log (1 - e) and log e of every query, e the first number of its shift."""
-        assert self.fade is not None
-        return _shares(self.fade, self.at(self.queries), self.frequencies.device, dtype)
-
-    def query(self, x: Tensor, region: Region, tokens: range, *, back: bool = False) -> Tensor:
-        """These queries as a region has them, from stock RoPE; or gradients of such ones back to it."""
-        if region.fade is None or not region.fade.focus:
-            return self.turn(x, region.query, tokens, back=back)
-        made = self._turned(x, region.query, region.fade, tokens, back)
-        if (rest := 2 * len(self.frequencies)) < x.shape[3]:  # dimensions that do not turn
-            precise = torch.promote_types(x.dtype, torch.float32)
-            made[..., rest:] = x[..., rest:] * sharpness(region.fade, self.at(tokens), x.device, precise)[:, None]
-        return made
-
-    def turn(self, x: Tensor, turn: Turn, tokens: range, *, back: bool = False) -> Tensor:
-        """Vectors of these tokens, from stock RoPE to where `turn` puts them, or back."""
-        return x if turn == STOCK else self._turned(x, turn, None, tokens, back)
-
-    def _turned(self, x: Tensor, turn: Turn, fade: Fade | None, tokens: range, back: bool) -> Tensor:
-        precise = torch.promote_types(x.dtype, torch.float32)
-        cos, sin = kept(turn, fade, self.at(tokens), back, self.frequencies, precise)
-        return rotate(x, None, cos, sin, interleaved=self.law.rotary.interleaved)[0]
-
-
-@lru_cache(maxsize=64)  # the layers of a model ask for the same one
-def _shift(fade: Fade, places: Places, device: torch.device, dtype: torch.dtype) -> Float[Tensor, "2 t"]:
-    return fade.shift(positions_of(places)).to(device, dtype)
-
-
-@lru_cache(maxsize=64)
-def _shares(fade: Fade, places: Places, device: torch.device, dtype: torch.dtype) -> Float[Tensor, "2 1 1 t"]:
-    eased, _ = fade.shift(positions_of(places))
-    return torch.stack([(-eased).log1p(), eased.log()]).to(device, dtype)[:, None, None]
 
 
 Kind = tuple[Turn, Fade | None]

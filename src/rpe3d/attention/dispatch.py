@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rpe3d.attention import decode, prefill, reference
-from rpe3d.attention.blocked import LEAST_BACKWARD, Blocked, Task
+from rpe3d.attention.blocked import Blocked
 from rpe3d.attention.contract import Inputs
 from rpe3d.attention.library import backend_for, without_plans
 from rpe3d.attention.schedule import schedule
 from rpe3d.attention.spans import Span, spans
+from rpe3d.attention.task import LEAST_BACKWARD, Task
 from rpe3d.config import ConfigError, choice
 from rpe3d.geometry import Law
 from rpe3d.geometry.plan import STOCK

@@ -235,10 +235,11 @@ def _chunk_calls(i: int, region: Region, chunk: int, block: range, count: int, k
         stop = shared if region.keys is None else min(shared, region.keys)
         stairs = [] if region.keys is not None else list(_stairs(i, chunk, block.start, shared, count))
         if len(stairs) > MOST_STAIRS:
-            # The last of the shared chunks is the first row's step, unless keys that are not of this region are in it.
-            skipped = 0 if shared - chunk >= region.start else 1
-            stop = shared - chunk * (1 - skipped)
-            stairs = list(_triangles(i, chunk, block.start + skipped * chunk, stop, count - skipped))
+            if shared - chunk >= region.start:  # the last of the shared chunks is the first chunk's step
+                stop = shared - chunk
+                stairs = list(_triangles(i, chunk, block.start, stop, count))
+            else:  # that chunk has keys that are not of this region
+                stairs = list(_triangles(i, chunk, block.start + chunk, shared, count - 1))
         if region.start < stop:
             yield Call(region=i, query=block.start, rows=len(block), key=region.start, columns=stop - region.start)
         yield from stairs

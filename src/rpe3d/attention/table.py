@@ -17,8 +17,8 @@ from rpe3d.geometry import Fade, PairTurns, Turn
 from rpe3d.rotation import cos_sin
 
 Table = tuple[Float[Tensor, "t l"], Float[Tensor, "t l"]]
-KEPT = 2**26
-"""Bytes of tables that are kept: the layers of a model ask for the same ones."""
+KEPT = 2**25
+"""Bytes of tables that are kept: the layers of a model ask for the same ones. As many as a slab of far keys takes."""
 _HAS_TRITON = find_spec("triton") is not None
 
 
@@ -42,7 +42,7 @@ def positions_of(places: Places) -> Int[Tensor, " t"]:
     return torch.cat([torch.arange(run.start, run.stop) for run in places])
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=64)  # of every block of a long text
 def sharpness(fade: Fade, places: Places, device: torch.device, dtype: torch.dtype) -> Float[Tensor, " t"]:
     """`Fade.sharpness` of queries at these positions."""
     return fade.sharpness(positions_of(places)).to(device, dtype)
@@ -55,7 +55,7 @@ class Tables:
     """
 
     def __init__(self) -> None:
-        self.kept: OrderedDict[Any, tuple[Tensor, Table]] = OrderedDict()
+        self.entries: OrderedDict[Any, tuple[Tensor, Table]] = OrderedDict()
         self.bytes = 0
         self.lock = Lock()
 
@@ -75,13 +75,13 @@ class Tables:
             stream = torch.cuda.current_stream(frequencies.device).cuda_stream
         key = (turn, fade, places, back, id(frequencies), dtype, stream)
         with self.lock:
-            if (found := self.kept.pop(key, None)) is None:
+            if (found := self.entries.pop(key, None)) is None:
                 made = self._made(turn, fade, places, back, frequencies, dtype)
                 found = (frequencies, made)  # with what the key names by its address
                 self.bytes += sum(part.nbytes for part in made)
-            self.kept[key] = found
+            self.entries[key] = found
             while self.bytes > KEPT:
-                _, (_, old) = self.kept.popitem(last=False)
+                _, (_, old) = self.entries.popitem(last=False)
                 self.bytes -= sum(part.nbytes for part in old)
         return found[1]
 
