@@ -316,7 +316,7 @@ def test_positions_with_gaps_are_exact_too(name, known, monkeypatch):
 
 
 def test_many_sequences_with_gaps_have_their_own_sinks(monkeypatch):
-    """More tokens in all than a slab of far keys has, and more parts than one merge takes."""
+    """More tokens in all than a slab of far keys has."""
     law = law_for("3d-rpe")
     monkeypatch.setattr(dispatch, "Task", partial(Task, slab=100))
     q, k, v = (x.requires_grad_() for x in vectors(b=9, dtype=torch.float64))

@@ -15,8 +15,16 @@ from rpe3d.attention.schedule import schedule, skipping
 from rpe3d.train.pose import skipped_positions
 
 
+def alone(call):
+    """Every repetition and every piece of a call."""
+    for piece in call.pieces:
+        yield replace(call, pieces=(), **piece._asdict())
+    for n in range(0 if call.pieces else call.times):
+        yield moved(call, n)
+
+
 def moved(call, n):
-    """The n-th repetition of a call, alone."""
+    """The n-th repetition of a call."""
     return replace(call, query=call.query + n * call.step, key=call.key + n * call.step, times=1, step=0)
 
 
@@ -28,8 +36,7 @@ def covered(blocks, queries, keys):
     for block in blocks:
         rows_seen += block.rows
         for call in block.calls:
-            for n in range(call.times):
-                one = moved(call, n)
+            for one in alone(call):
                 row, column = torch.arange(one.rows)[:, None], torch.arange(one.columns)[None, :]
                 shown = {"full": row == row, "causal": column <= row, "upper": column >= row}[one.shape]
                 shown = shown.expand(one.rows, one.columns)
@@ -97,15 +104,17 @@ def test_every_visible_pair_of_skipped_positions_is_in_exactly_one_call(name, le
     assert torch.equal(region, expected)
 
 
-def test_two_parts_far_from_each_other_are_three_calls():
-    """A window of PoSE: each part sees itself, and the second the first."""
+def test_windows_of_two_parts_are_two_calls():
+    """Of PoSE: each part sees itself, and the second the first."""
     law = make_law("3d-rpe", pretrained=8192, context=100_000, head_dim=64)
-    (block,) = skipping(law.regions, ((range(700), range(50_000, 51_348)),))
-    assert [(call.region, call.rows, call.columns, call.shape) for call in block.calls] == [
-        (0, 700, 700, "causal"),
-        (0, 1348, 1348, "causal"),
-        (1, 1348, 700, "full"),
+    (block,) = skipping(law.regions, ((range(700), range(50_000, 51_348)), (range(2000), range(30_000, 30_048))))
+    assert [(call.region, call.shape, call.rows, call.columns) for call in block.calls] == [
+        (0, "causal", 4096, 4096),
+        (1, "full", 4096, 4096),
     ]
+    own, far = block.calls
+    assert own.pieces == ((0, 700, 0, 700), (700, 1348, 700, 1348), (2048, 2000, 2048, 2000), (4048, 48, 4048, 48))
+    assert far.pieces == ((700, 1348, 0, 700), (4048, 48, 2048, 2000))
 
 
 @pytest.mark.parametrize(("chunk", "calls"), [(512, 5), (1024, 4)])

@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rpe3d.attention.merge import MOST, Part, add_up, merge, merge_checked
+from rpe3d.attention.pack import Pack, pack
 from rpe3d.attention.schedule import Block, Call
 from rpe3d.attention.task import Task
 from rpe3d.geometry import Fade, Region, Turn
@@ -66,7 +67,7 @@ def _forward(task: Task, q: Tensor, k: Tensor, v: Tensor, far: Part | None) -> t
     if len(task.blocks) == 1 and len(task.blocks[0].calls) == 1:  # a prompt on which nothing is far
         (call,) = task.blocks[0].calls
         region = task.regions[call.region]
-        if region.query == STOCK == region.key and region.fade is None:
+        if region.query == STOCK == region.key and region.fade is None and not call.pieces:
             return task.backend.forward(q, k, v, call.shape == "causal", task.scale)
     result = _empty(q, v)
     fused = q.is_cuda and q.dtype != torch.float64
@@ -121,9 +122,9 @@ def _forward_block(
                 task,
                 call,
                 start,
-                _window(turned, start, call.rows, call),
-                _window(keys, call.key - first, call.columns, call),
-                _window(v, call.key, call.columns, call),
+                _rows_of(turned, start, call),
+                _keys_of(keys, call.key - first, call),
+                _keys_of(v, call.key, call),
             )
         )
     return parts
@@ -143,7 +144,9 @@ def _keys(task: Task, k: Tensor, turn: Turn, call: Call, slab: range, far: dict[
 
 def _run(task: Task, call: Call, start: int, q: Tensor, k: Tensor, v: Tensor) -> Part:
     """One library call; its rows begin at `start` in the block."""
-    if call.shape == "upper":
+    if call.pieces:
+        out, lse = _packed(call, q).forward(task.backend, q, k, v, call.shape == "causal", task.scale)
+    elif call.shape == "upper":
         out, lse = (x.flip(2) for x in task.backend.forward(q.flip(2), k.flip(2), v.flip(2), True, task.scale))
     else:
         out, lse = task.backend.forward(q, k, v, call.shape == "causal", task.scale)
@@ -186,12 +189,12 @@ def _backward(
             gq, gk, gv = _gradients(
                 task,
                 call,
-                _window(do[:, :, here], start, call.rows, call),
-                _window(turned[kind], start, call.rows, call),
-                _window(turned_keys.get(region.key, k), call.key, call.columns, call),
-                _window(v, call.key, call.columns, call),
-                _window(seen.out, start, call.rows, call),
-                _window(seen.lse[..., None], start, call.rows, call)[..., 0],
+                _rows_of(do[:, :, here], start, call),
+                _rows_of(turned[kind], start, call),
+                _keys_of(turned_keys.get(region.key, k), call.key, call),
+                _keys_of(v, call.key, call),
+                _rows_of(seen.out, start, call),
+                _rows_of(seen.lse[..., None], start, call)[..., 0],
             )
             parts.setdefault(kind, []).append(Part(gq, gq, start, call.step if call.times > 1 else 0))
             dk[region.key].add(gk, call.key, call)
@@ -223,6 +226,8 @@ def _gradients(
     task: Task, call: Call, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The backward of one library call."""
+    if call.pieces:
+        return _packed(call, q).backward(task.backend, do, q, k, v, out, lse, call.shape == "causal", task.scale)
     if call.shape != "upper":
         return task.backend.backward(do, q, k, v, out, lse, call.shape == "causal", task.scale)
     do, q, k, v, out, lse = (x.flip(2) for x in (do, q, k, v, out, lse))
@@ -232,6 +237,20 @@ def _gradients(
 
 def _rows(rows: range, queries: range) -> slice:
     return slice(rows.start - queries.start, rows.stop - queries.start)
+
+
+def _packed(call: Call, x: Tensor) -> Pack:
+    return pack(call.pieces, call.rows, x.device)
+
+
+def _rows_of(x: Tensor, start: int, call: Call) -> Tensor:
+    """What is of the call's queries, the first of which is token `start`."""
+    return _packed(call, x).rows_of(x) if call.pieces else _window(x, start, call.rows, call)
+
+
+def _keys_of(x: Tensor, start: int, call: Call) -> Tensor:
+    """What is of its keys."""
+    return _packed(call, x).keys_of(x) if call.pieces else _window(x, start, call.columns, call)
 
 
 def _window(x: Tensor, start: int, length: int, call: Call) -> Tensor:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int32
 from torch import Tensor
 
 from rpe3d.config import choice
@@ -23,13 +24,29 @@ ROUND, MOST_ROUNDED = 512, 4096
 """Short ends of texts are filled up with rows: cuDNN prepares a plan for every new shape, in a tenth of a second."""
 
 
+class Ends(NamedTuple):
+    """Where each of several sequences in a row begins, and the last one ends: of queries and of keys."""
+
+    rows: Int32[Tensor, " n+1"]
+    columns: Int32[Tensor, " n+1"]
+    longest_row: int
+    longest_column: int
+
+
 @dataclass(frozen=True)
 class Backend:
-    """One library's attention. `forward(q, k, v, causal, scale)`; `backward(do, q, k, v, o, lse, causal, scale)`."""
+    """One library's attention. `forward(q, k, v, causal, scale)`; `backward(do, q, k, v, o, lse, causal, scale)`.
+
+    The ragged ones have `Ends` as their last argument, of sequences in a row (b = 1).
+    """
 
     name: str
     forward: Callable[[Tensor, Tensor, Tensor, bool, float], Forward]
     backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, float], Gradients]
+    ragged_forward: Callable[[Tensor, Tensor, Tensor, bool, float, Ends], Forward] | None = None
+    ragged_backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, float, Ends], Gradients] | None = (
+        None
+    )
 
 
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Forward:
@@ -116,6 +133,24 @@ def _flash_backward(
     return dq, _summed(dk, group), _summed(dv, group)
 
 
+def _ragged_flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, ends: Ends) -> Forward:
+    k, v, _ = _grouped(q, k, v)
+    flat = (x[0].transpose(0, 1) for x in (q, k, v))
+    out, lse, *_ = aten._flash_attention_forward(*flat, *ends, 0.0, causal, False, scale=scale)
+    return out.transpose(0, 1)[None], lse[None]
+
+
+def _ragged_flash_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, scale: float, ends: Ends
+) -> Gradients:
+    k, v, group = _grouped(q, k, v)
+    unused = torch.empty(2, dtype=torch.uint64, device=q.device)
+    flat = (x[0].transpose(0, 1) for x in (do, q, k, v, o))
+    found = aten._flash_attention_backward(*flat, lse[0].contiguous(), *ends, 0.0, causal, unused, unused, scale=scale)
+    dq, dk, dv = (x.transpose(0, 1)[None] for x in found)
+    return dq, _summed(dk, group), _summed(dv, group)
+
+
 def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Forward:
     k, v, _ = _grouped(q, k, v)
     out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
@@ -147,7 +182,7 @@ def _summed(gradient: Tensor, group: int) -> Tensor:
 BACKENDS = {
     "cpu": Backend("cpu", _cpu_forward, _cpu_backward),
     "cudnn": Backend("cudnn", _cudnn_forward, _cudnn_backward),
-    "flash": Backend("flash", _flash_forward, _flash_backward),
+    "flash": Backend("flash", _flash_forward, _flash_backward, _ragged_flash_forward, _ragged_flash_backward),
     "efficient": Backend("efficient", _efficient_forward, _efficient_backward),
 }
 

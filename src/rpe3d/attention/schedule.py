@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from rpe3d.attention.contract import Places
 from rpe3d.geometry import Region
@@ -31,11 +31,21 @@ MOST_STAIRS = 5
 """Squares of a staircase; beyond it two triangles, of which the upper ones are copied to be read backwards."""
 
 
+class Piece(NamedTuple):
+    """Rows [query, query + rows) against keys [key, key + columns)."""
+
+    query: int
+    rows: int
+    key: int
+    columns: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Call:
     """Rows [query, query + rows) against keys [key, key + columns), `times` times, both moved on by `step`.
 
-    causal: column <= row, counted from the corner. upper: column >= row. Positions, not indices.
+    causal: column <= row, counted from the corner. upper: column >= row. Positions, not indices. With `pieces` it is
+    these instead, each with its own corner and no row in two of them, and the rows and keys are all that there are.
     """
 
     region: int
@@ -46,6 +56,7 @@ class Call:
     shape: Shape = "full"
     times: int = 1
     step: int = 0
+    pieces: tuple[Piece, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +87,9 @@ def schedule(regions: tuple[Region, ...], queries: range, keys: range, rows: int
 def skipping(regions: tuple[Region, ...], sequences: tuple[Places, ...]) -> tuple[Block, ...]:
     """One block for tokens at positions that rise and skip, sequence after sequence; its calls count tokens.
 
-    The tokens of a chunk have the same keys in every region but their own, and so do often those of many chunks. None
-    for bands of distances, where every token has keys of its own.
+    The tokens of a chunk have the same keys in every region but their own, and so do often those of many chunks. What
+    one region has of one shape is one call, of many pieces. None for bands of distances, where every token has keys of
+    its own.
     """
     banded = any(region.first is not None or region.last is not None for region in regions)
     units = {region.unit for region in regions}
@@ -85,14 +97,18 @@ def skipping(regions: tuple[Region, ...], sequences: tuple[Places, ...]) -> tupl
     if len(units) > 1 or (units == {1} and banded) or bounded:
         return ()
     chunk = units.pop() if banded else max(places[-1].stop for places in sequences)
-    calls: list[Call] = []
-    first = 0
+    pieces: dict[tuple[int, Shape], list[Piece]] = {}
+    tokens = 0
     for places in sequences:
-        calls += (
-            replace(call, query=first + call.query, key=first + call.key) for call in _skips(regions, chunk, places)
-        )
-        first += sum(map(len, places))
-    return (Block(rows=range(first), calls=tuple(sorted(calls, key=lambda call: call.region))),)
+        for call in _skips(regions, chunk, places):
+            piece = Piece(tokens + call.query, call.rows, tokens + call.key, call.columns)
+            pieces.setdefault((call.region, call.shape), []).append(piece)
+        tokens += sum(map(len, places))
+    calls = (
+        Call(region=i, query=0, rows=tokens, key=0, columns=tokens, shape=shape, pieces=tuple(found))
+        for (i, shape), found in sorted(pieces.items())
+    )
+    return (Block(rows=range(tokens), calls=tuple(calls)),)
 
 
 def _skips(regions: tuple[Region, ...], chunk: int, places: Places) -> Iterator[Call]:
