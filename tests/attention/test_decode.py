@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rpe3d import make_law
 from rpe3d.attention import decode, decode_plain, explain, reference
-from rpe3d.attention.contract import check
+from rpe3d.attention.contract import Placed, check
 from rpe3d.rotation import cos_sin, rotate
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -337,6 +337,7 @@ def test_a_step_allocates_and_launches_and_does_nothing_else(device, monkeypatch
     tensors = {"queries": torch.full((2, 1), 600), "keys": torch.arange(700).expand(2, 700)}
     masks = {"key_mask": torch.ones(2, 700, dtype=torch.bool), "query_mask": torch.ones(2, 1, dtype=torch.bool)}
     x = problem(law_for("3d-rpe"), device, b=2, s=700, sinks=torch.randn(6), **tensors, **masks)
+    x = replace(x, key_placed=Placed(x.keys, starts=torch.zeros(2, dtype=torch.int64)))  # as a graph is given them
     decode.table(x.law, x.q.device)  # as the first step does
     monkeypatch.setattr(decode_kernel._decode, "bind", lambda *launch: lambda *first: launched.append(first))
     monkeypatch.setattr(decode_kernel, "zeros", lambda n, device: counters)

@@ -269,7 +269,7 @@ def test_packed_rows_and_masks_of_four_dimensions_are_refused(tiny, ids):
     packed = torch.cat([torch.arange(60), torch.arange(60)])[None]
     with pytest.raises(ConfigError, match="packed"):
         model(ids, position_ids=packed, use_cache=False)
-    with pytest.raises(ConfigError, match="4-dimensional"):
+    with pytest.raises(ConfigError, match="causal and takes padding alone"):
         model(ids, attention_mask=torch.ones(1, 1, 120, 120, dtype=torch.bool))
 
 

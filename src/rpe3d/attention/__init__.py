@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rpe3d.attention import compiled, reference
-from rpe3d.attention.contract import Inputs, Positions, check
+from rpe3d.attention.contract import Inputs, Placed, Positions, check
 from rpe3d.attention.decode import Step
 from rpe3d.attention.dispatch import IMPLS, explain, run, step
 from rpe3d.geometry import Law
@@ -109,11 +109,12 @@ def _compiled(
     *rest: Any,
 ) -> tuple[Tensor, Tensor]:
     """Inside torch.compile: one operator. Its positions are tensors."""
-    queries, keys = (
-        torch.arange(p.start, p.stop, device=q.device) if isinstance(p, range) else p
-        for p in (query_positions, key_positions)
-    )
-    result: tuple[Tensor, Tensor] = compiled.attention(
-        q, k, v, sinks, queries, keys, query_mask, key_mask, law.json, *rest
-    )
+    tensors: list[Tensor | None] = []
+    for p in (query_positions, key_positions):
+        if isinstance(p, range):
+            p = torch.arange(p.start, p.stop, device=q.device)
+        tensors.append(p.positions if isinstance(p, Placed) else p)
+    starts = key_positions.starts if isinstance(key_positions, Placed) else None
+    tensors.append(starts if isinstance(starts, Tensor) else None)
+    result: tuple[Tensor, Tensor] = compiled.attention(q, k, v, sinks, *tensors, query_mask, key_mask, law.json, *rest)
     return result

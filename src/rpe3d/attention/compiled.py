@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rpe3d.attention.contract import check
+from rpe3d.attention.contract import Placed, check
 from rpe3d.attention.dispatch import run
 from rpe3d.geometry import Law, make_law
 
@@ -25,6 +25,7 @@ def attention(
     sinks: Tensor | None,
     query_positions: Tensor | None,
     key_positions: Tensor | None,
+    key_starts: Tensor | None,
     query_mask: Tensor | None,
     key_mask: Tensor | None,
     law: str,
@@ -34,14 +35,15 @@ def attention(
     impl: str,
     backend: str | None,
 ) -> tuple[Tensor, Tensor]:
-    """`rpe3d.attention.attention`, with the law as its JSON."""
+    """`rpe3d.attention.attention`, with the law as its JSON, and `Placed.starts` of the keys where they are known."""
+    keys = key_positions if key_positions is None or key_starts is None else Placed(key_positions, starts=key_starts)
     x = check(
         q,
         k,
         v,
         _law(law),
         query_positions=query_positions,
-        key_positions=key_positions,
+        key_positions=keys,
         query_mask=query_mask,
         key_mask=key_mask,
         scale=scale,

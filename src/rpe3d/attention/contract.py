@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int
@@ -21,11 +21,16 @@ Places = tuple[range, ...]
 
 @dataclass(frozen=True)
 class Placed:
-    """Positions whose runs of tokens are known on the host: made once, they spare every layer a wait for the device."""
+    """Positions of which the host knows where they are: made once, they spare every layer a wait for the device."""
 
     positions: Int[Tensor, "b n"]
-    runs: tuple[Run | None, ...]
-    """One per sequence, padding aside; None: its tokens are not consecutive."""
+    runs: tuple[Run | None, ...] | None = None
+    """One per sequence, padding aside; None for a sequence whose tokens are not consecutive, or where nobody knows."""
+    starts: tuple[int | None, ...] | Int[Tensor, " b"] | None = None
+    """One per sequence: the token in slot n stands at start + n; None for a sequence where no start is right.
+
+    A tensor is a promise: nobody reads it from the device to see whether it is kept.
+    """
     places: tuple[Places, ...] = ()
     """One per sequence where some skip ahead, and nothing is padding."""
 
@@ -52,10 +57,9 @@ class Inputs:
     softcap: float | None
     sinks: Float[Tensor, " h"] | None
     turned: bool
-    query_runs: tuple[Run | None, ...] | None = None
-    key_runs: tuple[Run | None, ...] | None = None
-    places: tuple[Places, ...] = ()
-    """Of queries and keys alike, where they skip ahead."""
+    query_placed: Placed | None = None
+    key_placed: Placed | None = None
+    """What the caller knows of positions that are tensors."""
 
     @property
     def frequencies(self) -> Float64[Tensor, " l"]:
@@ -77,6 +81,60 @@ class Inputs:
     def positions(self) -> tuple[Int[Tensor, "b t"], Int[Tensor, "b s"]]:
         """Both as tensors, one row per sequence."""
         return self._tensor(self.queries), self._tensor(self.keys)
+
+    @cached_property
+    def query_runs(self) -> tuple[Run | None, ...]:
+        """Where the queries of every sequence lie; None: they are not consecutive."""
+        return self._runs(self.query_placed, self.queries, self.query_mask)
+
+    @cached_property
+    def key_runs(self) -> tuple[Run | None, ...]:
+        """Where the keys of every sequence lie; None: they are not consecutive."""
+        return self._runs(self.key_placed, self.keys, self.key_mask)
+
+    @cached_property
+    def places(self) -> tuple[Places, ...]:
+        """Of queries and keys alike, where they skip ahead; read from the device where nobody has."""
+        if self.query_mask is not None or self.key_mask is not None:
+            return ()
+        if self.query_placed is not None and self.query_placed is self.key_placed:
+            return self.query_placed.places
+        if isinstance(self.queries, range) or isinstance(self.keys, range) or self.query_placed or self.key_placed:
+            return ()
+        if self.queries.shape != self.keys.shape or not torch.equal(self.queries, self.keys):
+            return ()
+        return placed(self.queries, None).places
+
+    @cached_property
+    def key_starts(self) -> Int[Tensor, " b"] | None:
+        """Of every sequence, where slot 0 would stand if the keys counted on from it; None if they do not.
+
+        Where only the device knows, it is asked, which no CUDA graph can do while it is captured.
+        """
+        known = None if self.key_placed is None else self.key_placed.starts
+        if isinstance(known, Tensor):
+            return known
+        keys = self._tensor(self.keys)
+        if known is None:
+            if keys.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise ConfigError(
+                    "key_positions is a tensor, which a CUDA graph cannot look at while it is captured",
+                    "give a range, or positions that were looked at before: rpe3d.attention.contract.placed(...)",
+                )
+            known = placed(keys, self.key_mask).starts
+        assert isinstance(known, tuple)
+        if None in known:
+            return None
+        return torch.tensor(known, dtype=torch.int64).to(self.q.device, non_blocking=True)
+
+    def _runs(self, known: Placed | None, positions: range | Tensor, mask: Tensor | None) -> tuple[Run | None, ...]:
+        if isinstance(positions, range) and mask is None:
+            return ((slice(0, len(positions)), positions),) * self.q.shape[0]
+        if known is not None and known.runs is not None:
+            return known.runs
+        found = placed(self._tensor(positions), mask).runs
+        assert found is not None
+        return found
 
     def _tensor(self, positions: range | Tensor) -> Int[Tensor, "b n"]:
         if isinstance(positions, Tensor):
@@ -156,25 +214,28 @@ def check(
         softcap=None if softcap is None else real("softcap", softcap, above=True),
         sinks=sinks,
         turned=flag("turned", turned),
-        query_runs=query_positions.runs if isinstance(query_positions, Placed) else None,
-        key_runs=key_positions.runs if isinstance(key_positions, Placed) else None,
-        places=key_positions.places if isinstance(key_positions, Placed) and key_positions is query_positions else (),
+        query_placed=query_positions if isinstance(query_positions, Placed) else None,
+        key_placed=key_positions if isinstance(key_positions, Placed) else None,
     )
 
 
 def placed(positions: Int[Tensor, "b n"], mask: Bool[Tensor, "b n"] | None) -> Placed:
-    """Positions with their runs, which are read from the device."""
+    """Positions with their runs and starts, which are read from the device."""
     there = positions.cpu()
     slots = torch.arange(there.shape[1])
     tokens = torch.ones_like(there, dtype=torch.bool) if mask is None else mask.cpu()
     first, count = tokens.int().argmax(1, keepdim=True), tokens.sum(1, keepdim=True)
     start = there.gather(1, first)
-    gapless = tokens == ((slots >= first) & (slots < first + count))
-    rising = (there - start == slots - first) | ~tokens
-    rows = zip(*(x[:, 0].tolist() for x in (first, count, start)), (gapless & rising).all(1).tolist(), strict=True)
-    runs = tuple((slice(f, f + c), range(p, p + c)) if even else None for f, c, p, even in rows)
+    gapless = (tokens == ((slots >= first) & (slots < first + count))).all(1).tolist()
+    counted = ((there - start == slots - first) | ~tokens).all(1).tolist()
+    rows = list(zip(*(x[:, 0].tolist() for x in (first, count, start)), counted, strict=True))
+    starts = tuple(p - f if even else None for f, _, p, even in rows)
+    runs = tuple(
+        (slice(f, f + c), range(p, p + c)) if even and whole else None
+        for (f, c, p, even), whole in zip(rows, gapless, strict=True)
+    )
     skips = None in runs and mask is None and bool((there.diff() > 0).all())
-    return Placed(positions, runs, tuple(_places(row) for row in there.tolist()) if skips else ())
+    return Placed(positions, runs, starts, tuple(_places(row) for row in there.tolist()) if skips else ())
 
 
 def _places(row: list[int]) -> Places:

@@ -41,9 +41,7 @@ def supports(x: Inputs) -> str | None:
         return "it has no gradient"
     if kernel_lacks(x) is None:
         return None
-    from rpe3d.attention import decode_plain
-
-    return "its key positions are not consecutive" if None in decode_plain.runs(x) else None
+    return "its key positions are not consecutive" if None in x.key_runs else None
 
 
 def kernel_lacks(x: Inputs) -> str | None:
@@ -54,11 +52,7 @@ def kernel_lacks(x: Inputs) -> str | None:
 
 
 def kernel_refusal(x: Inputs) -> str | None:
-    """What about a problem is not made for the kernel, whatever the machine.
-
-    Not asked, since the answer lies on the device: key positions given as a tensor must be consecutive from one token
-    to the next (masked keys aside), and not negative.
-    """
+    """What about a problem is not made for the kernel, whatever the machine."""
     d, e = x.q.shape[3], x.v.shape[3]
     if x.q.dtype not in _DTYPES:
         return f"it computes in float32, not in {str(x.q.dtype).removeprefix('torch.')}"
@@ -66,7 +60,11 @@ def kernel_refusal(x: Inputs) -> str | None:
         return f"head dimensions are {d} and {e}, not one multiple of 16 up to 256"
     if any(y.stride(3) != 1 for y in (x.q, x.k, x.v)):
         return "q, k and v must be contiguous in their last dimension"
-    return plan(x.law).refusal
+    if reason := plan(x.law).refusal:
+        return reason
+    if isinstance(x.keys, Tensor) and x.key_starts is None:
+        return "its key positions are not consecutive"
+    return None
 
 
 def attend(x: Inputs) -> tuple[Float[Tensor, "b h t d"], Float[Tensor, "b h t"]]:

@@ -22,7 +22,6 @@ from rpe3d.attention.decode_loop import (
     NEVER,
     _attend,
     _cdiv,
-    _first_token,
     _power,
     _processors,
     scratch,
@@ -32,8 +31,8 @@ from rpe3d.attention.decode_loop import (
 from rpe3d.rotation.launch import Launcher
 
 # What changes from step to step must not compile a new kernel in the middle of a text.
-_STEPS = ["query_start", "key_start", "keys", "query_positions_b", "key_positions_b", "query_mask_b", "key_mask_b"]
-_UNALIGNED = ["query_positions", "key_positions", "query_mask", "key_mask", "sinks"]
+_STEPS = ["query_start", "key_start", "keys", "query_positions_b", "query_mask_b", "key_mask_b"]
+_UNALIGNED = ["query_positions", "key_starts", "query_mask", "key_mask", "sinks"]
 
 
 @triton.jit(
@@ -53,7 +52,7 @@ def _decode_kernel(
     sinks,
     table,
     query_positions,
-    key_positions,
+    key_starts,
     query_mask,
     key_mask,
     query_start,
@@ -76,8 +75,6 @@ def _decode_kernel(
     out_t,
     query_positions_b,
     query_positions_t,
-    key_positions_b,
-    key_positions_s,
     query_mask_b,
     query_mask_t,
     key_mask_b,
@@ -125,13 +122,9 @@ def _decode_kernel(
     lowest = highest if QUERIES == 1 else tl.min(tl.where(token, p, NEVER), 0)
 
     # Keys: those at positions start .. stop exist, the one at p has index p - offset.
-    if key_positions is None:
-        offset = tl.zeros([], tl.int64) + key_start
-    else:
-        n = 0
-        if key_mask is not None:
-            n = _first_token(key_mask + b * key_mask_b, key_mask_s, keys, 4096)
-        offset = tl.load(key_positions + b * key_positions_b + n * key_positions_s) - n
+    offset = tl.zeros([], tl.int64) + key_start
+    if key_starts is not None:
+        offset = tl.load(key_starts + b)
     if key_mask is not None:
         key_mask += b * key_mask_b
     _attend(
@@ -221,9 +214,10 @@ class Step:
 
 
 def _optional(x: Inputs) -> tuple[list[Tensor | None], list[int]]:
-    """Positions and masks that are tensors, each None where it is not; and the two strides of each."""
-    given = [x.queries, x.keys, x.query_mask, x.key_mask]
-    tensors = [y if isinstance(y, Tensor) else None for y in given]
+    """Positions and masks that are tensors, each None where it is not; and the two strides of those with two."""
+    queries = x.queries if isinstance(x.queries, Tensor) else None
+    starts = x.key_starts if isinstance(x.keys, Tensor) else None
     # Masks as bytes, which is what a kernel loads; a view, no copy.
-    tensors = [y.view(torch.uint8) if y is not None and y.dtype == torch.bool else y for y in tensors]
-    return tensors, [stride for y in tensors for stride in ((0, 0) if y is None else y.stride())]
+    masks = [None if y is None else y.view(torch.uint8) for y in (x.query_mask, x.key_mask)]
+    strides = [stride for y in (queries, *masks) for stride in ((0, 0) if y is None else y.stride())]
+    return [queries, None if starts is None else starts.contiguous(), *masks], strides

@@ -29,20 +29,6 @@ LOG2_E = math.log2(math.e)
 
 @triton.jit
 @no_type_check
-def _first_token(mask, mask_s, keys, BLOCK: tl.constexpr):
-    """The index of the first key that is not masked; the last index where all are."""
-    n = 0
-    found = keys
-    while (found == keys) & (n < keys):
-        i = n + tl.arange(0, BLOCK)
-        live = tl.load(mask + i.to(tl.int64) * mask_s, mask=i < keys, other=0)
-        found = tl.min(tl.where(live != 0, i, keys), 0)
-        n += BLOCK
-    return tl.minimum(found, keys - 1)
-
-
-@triton.jit
-@no_type_check
 def _band(BANDS: tl.constexpr, R: tl.constexpr, p, start, stop):
     """The keys [low, high) that queries at p see in region R, of those in [start, stop): Region.contains, causally."""
     UNIT: tl.constexpr = BANDS[R][0]

@@ -17,7 +17,7 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from rpe3d.attention import reference
-from rpe3d.attention.contract import Inputs, Run, placed
+from rpe3d.attention.contract import Inputs
 from rpe3d.attention.decode import band, still, whole_chunks
 from rpe3d.attention.table import Table
 from rpe3d.geometry import Region
@@ -133,13 +133,6 @@ def _merged(
     return merged.to(rows.dtype), top + total.log()
 
 
-def runs(x: Inputs) -> tuple[Run | None, ...]:
-    """Where the keys of every sequence lie; None: they are not consecutive."""
-    if isinstance(x.keys, range) and x.key_mask is None:
-        return ((slice(0, len(x.keys)), x.keys),) * x.q.shape[0]
-    return x.key_runs or placed(x.positions()[1], x.key_mask).runs
-
-
 def _layouts(x: Inputs) -> list[tuple[list[int], slice, range]]:
     """Of every sequence: the positions of its queries (-1: padding), where its keys lie, and their positions."""
     queries, _ = x.positions()
@@ -147,7 +140,7 @@ def _layouts(x: Inputs) -> list[tuple[list[int], slice, range]]:
     if x.query_mask is not None:
         queries = queries.masked_fill(~x.query_mask, -1)
     layouts = []
-    for query, run in zip(queries.tolist(), runs(x), strict=True):
+    for query, run in zip(queries.tolist(), x.key_runs, strict=True):
         assert run is not None
         layouts.append((query, *run))
     return layouts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -43,7 +44,33 @@ def run(x: Inputs, impl: str = "auto", backend: str | None = None) -> tuple[Tens
         return decode.attend(x)
     if chosen == "prefill" and (impl == "prefill" or backend is None):
         return _prefill(x, asked=impl == "prefill")
-    return _blocked(x, backend)
+    out, lse = _blocked(x, backend)
+    if torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in (x.q, x.k, x.sinks)):
+        lse = WithGradient.apply(lse, x.q, x.k, x.sinks, x)  # type: ignore[no-untyped-call]
+    return out, lse
+
+
+class WithGradient(torch.autograd.Function):
+    """The log-sum-exp as it is, with the gradient that library calls leave out: recomputed, where it is asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, lse: Tensor, q: Tensor, k: Tensor, sinks: Tensor | None, x: Inputs) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, sinks)
+        ctx.problem = replace(x, q=q.detach(), k=k.detach(), v=x.v.detach(), sinks=None)
+        return lse.detach().clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        if gradient is None:
+            return (None,) * 5
+        given = [y if y is None else y.detach().requires_grad_() for y in ctx.saved_tensors]
+        with torch.enable_grad():
+            _, lse = _tiled(replace(ctx.problem, q=given[0], k=given[1], sinks=given[2]))
+            leaves = [y for y in given if y is not None]
+            # A row that sees nothing is -inf whatever the vectors.
+            found = iter(torch.autograd.grad(lse, leaves, gradient.masked_fill(lse == -torch.inf, 0.0)))
+        return None, *(None if y is None else next(found) for y in given), None
 
 
 def explain(x: Inputs) -> tuple[str, str]:
@@ -180,7 +207,8 @@ def _gathered(x: Inputs, results: list[tuple[slice, Span, Tensor, Tensor]]) -> t
     if len(results) == 1 and results[0][2].shape[:3] == x.q.shape[:3]:
         return results[0][2], results[0][3]
     out = x.q.new_zeros(*x.q.shape[:3], x.v.shape[3])
-    lse = torch.full(x.q.shape[:3], -torch.inf, dtype=results[0][3].dtype, device=x.q.device)
+    precise = torch.promote_types(x.q.dtype, torch.float32)
+    lse = torch.full(x.q.shape[:3], -torch.inf, dtype=precise, device=x.q.device)
     if x.sinks is not None:
         lse = x.sinks.detach().to(lse.dtype)[None, :, None].expand_as(lse).clone()
     for batch, span, o, s in results:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-
 from rpe3d.attention import reference
-from rpe3d.attention.contract import Inputs, Places, placed
+from rpe3d.attention.contract import Inputs, Places
 
 
 @dataclass(frozen=True)
@@ -36,17 +34,13 @@ def spans(x: Inputs) -> Iterator[Span | None]:
             return
         yield Span(everything, everything, everything, x.queries, x.keys)
         return
-    query, key = x.positions()
-    queries, places = x.query_runs, x.places
-    if queries is None:
-        found = placed(query, x.query_mask)
-        queries, places = found.runs, found.places if found.places and torch.equal(query, key) else ()
-    if places and x.key_mask is None:
+    if x.places:
         everything, tokens = slice(None), range(x.q.shape[0] * x.q.shape[2])
-        yield Span(everything, everything, everything, tokens, tokens, places)
+        yield Span(everything, everything, everything, tokens, tokens, x.places)
         return
-    keys = x.key_runs or placed(key, x.key_mask).runs
+    queries, keys = x.query_runs, x.key_runs
     if None in queries or None in keys:
+        query, key = x.positions()
         reference.check_order("query_positions", query, x.query_mask)
         reference.check_order("key_positions", key, x.key_mask)
         yield None

@@ -1,30 +1,71 @@
-"""Where the tokens of a forward stand: from a model's position ids and padding mask to attention's arguments."""
+"""Where the tokens of a forward stand: one answer, from the cache's offset, the position ids and the padding mask.
+
+A forward brings t queries, in slots offset, offset + 1 ... of the cache, and is handed the keys of all slots so far. The
+queries have position ids. Nobody kept those of earlier forwards, but positions count on within a text. They count in
+one of two ways, which differ only where padding lies between tokens: from token to token, as `generate` has them, or
+from slot to slot, as in a model that is given a mask and no position ids. The queries show which way it is. Positions
+that count in neither way, or that can be read in both, are refused.
+"""
 
 from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
+from jaxtyping import Bool, Int, UInt8
 from torch import Tensor
 
-from rpe3d.attention.contract import Placed, Run, placed
+from rpe3d.attention.contract import Placed, Run
 from rpe3d.attention.decode import MOST_QUERIES
 from rpe3d.config import ConfigError
 
+TOKEN, HERE = 1, 2
+"""Of the mask that layers are given, one byte per slot: it holds a token; it is one of this forward's own."""
+
 _last = threading.local()
+_MOST_STARTS = 4096
+_starts: dict[int, None] = {0: None}
+"""Positions at which texts have begun, the newest last: where one begins elsewhere than at 0, only its first forward
+shows it. A promise to keep count is taken on trust only from texts that begin where slots or positions are 0."""
+
+
+def layer_mask(
+    mask: Bool[Tensor, "b n"] | None, b: int, t: int, s: int, offset: Any, device: Any
+) -> UInt8[Tensor, "b 1 1 s"]:
+    """The mask that layers are given: `coded`, in four dimensions, as which transformers hands it on untouched."""
+    return coded(mask, b, t, s, offset, device)[:, None, None]
+
+
+def coded(mask: Bool[Tensor, "b n"] | None, b: int, t: int, s: int, offset: Any, device: Any) -> UInt8[Tensor, "b s"]:
+    """Which of `s` slots hold tokens, and which are the `t` from `offset` on."""
+    slots = torch.arange(s, device=device)
+    here = (slots >= offset) & (slots < offset + t)
+    if mask is None:
+        whole: Tensor = torch.where(here, HERE | TOKEN, (slots < offset) * TOKEN).to(torch.uint8)
+        return whole.expand(b, s)
+    known = torch.nn.functional.pad(mask, (0, s - mask.shape[1])) if mask.shape[1] < s else mask[:, :s]
+    tokens = known & (slots < offset + t)  # a mask as long as a static cache says nothing of slots that are still empty
+    return tokens.to(torch.uint8) * TOKEN + here.to(torch.uint8) * HERE
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Arguments of `attention`, and how much of a preallocated cache they speak of."""
+    """Arguments of `attention`, and which of the given vectors they speak of."""
 
     queries: Tensor | range | Placed
-    keys: Tensor | range | Placed
+    keys: range | Placed
     query_mask: Tensor | None
     key_mask: Tensor | None
     keys_used: int
+    """Slots from the first on: a static cache has more."""
+    query_slots: Int[Tensor, "b n"] | None = None
+    """Where the queries are among those given, tokens first; None: as given."""
+    key_slots: Int[Tensor, "b n"] | None = None
+    sound: Tensor | None = None
+    """In a graph, which cannot refuse: whether the keys stand where `keys` says. Where False, the output is NaN."""
     steps: dict[Any, Any] = field(default_factory=dict)
     """Kernels made ready for layers of this forward, by what each depends on."""
 
@@ -37,6 +78,23 @@ class Layout:
             "query_mask": self.query_mask,
             "key_mask": self.key_mask,
         }
+
+    def gathered(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The vectors of which the arguments speak."""
+        if self.key_slots is not None:
+            key, value = (_picked(x, self.key_slots) for x in (key, value))
+        elif self.keys_used < key.shape[2]:
+            key, value = key[:, :, : self.keys_used], value[:, :, : self.keys_used]
+        return query if self.query_slots is None else _picked(query, self.query_slots), key, value
+
+    def returned(self, out: Tensor, queries: int) -> Tensor:
+        """The output in the order of the queries as they were given; padding is zeros."""
+        if self.query_slots is not None:
+            index = self.query_slots[:, None, :, None].expand(-1, out.shape[1], -1, out.shape[3])
+            assert self.query_mask is not None
+            known = out * self.query_mask[:, None, :, None]  # slots of padding may come twice
+            out = out.new_zeros(*out.shape[:2], queries, out.shape[3]).scatter_add(2, index, known)
+        return out if self.sound is None else torch.where(self.sound, out, torch.nan)
 
 
 def layout(query: Tensor, key: Tensor, mask: Tensor | None, position_ids: Tensor | None, layer: int) -> Layout:
@@ -68,42 +126,212 @@ def _changes(x: Tensor | None) -> int | None:
 def _layout(b: int, t: int, s: int, mask: Tensor | None, position_ids: Tensor | None) -> Layout:
     if position_ids is None:
         raise ConfigError("this model passes no position ids to its attention", "rpe3d cannot extend it")
-    positions = position_ids.expand(b, t)
     if mask is not None:
-        return _padded(t, s, mask, positions)
-    if t <= MOST_QUERIES or torch.compiler.is_compiling():  # a decoding step and a graph ask the device nothing
-        return Layout(positions, positions if s == t else range(s), None, None, s)
-    queries = _same(placed(position_ids, None).runs)
-    if queries is None:
+        if mask.dtype != torch.uint8 or mask.shape != (b, 1, 1, s):
+            raise ConfigError(
+                f"the attention mask is {tuple(mask.shape)} {mask.dtype}, but a law is causal and takes padding alone",
+                "give the padding mask [batch, tokens]",
+            )
+        mask = mask[:, 0, 0]
+    positions = position_ids.expand(b, t)
+    if torch.compiler.is_compiling() or (positions.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return _in_a_graph(s, mask, positions)
+    if t > MOST_QUERIES or s == t:  # a prompt is looked at on the host, all of it at once; a step asks for few numbers
+        mask, where = None if mask is None else mask.cpu(), position_ids.cpu()
+    else:
+        where = position_ids
+    if mask is None:  # position ids of one row stand for all
+        coding = coded(None, len(where), t, s, s - t, where.device)
+    else:
+        coding, where = mask, where.expand(b, t)
+    rows = [Row(*numbers) for numbers in _facts(coding, where).tolist()]
+    for row in rows:
+        row.note()
+    return _arranged(b, coding, positions, rows * b if len(rows) < b else rows)
+
+
+def _in_a_graph(s: int, mask: Tensor | None, positions: Tensor) -> Layout:
+    """Keys that count from slot to slot, as the first query has it; whether they do, the device finds out."""
+    b, t = positions.shape
+    coding = coded(None, b, t, s, s - t, positions.device) if mask is None else mask
+    offset, *facts = _facts(coding, positions).unbind(1)
+    queries, begin, last, total = facts[2], *facts[3:6]
+    start, by_slot = facts[6], facts[8]
+    sound = (queries == 0) | ((by_slot > 0) & ((last - begin + 1 == total) | (start == 0)))
+    slots = torch.arange(s, device=positions.device)
+    keys = Placed((start[:, None] + slots).clamp(min=0), starts=start)
+    if mask is None:
+        return Layout(positions, keys, None, None, s, sound=sound.all())
+    tokens = coding % HERE == TOKEN
+    here = tokens.gather(1, offset[:, None] + torch.arange(t, device=positions.device))
+    return Layout(positions, keys, here, tokens, s, sound=sound.all())
+
+
+def _facts(coding: UInt8[Tensor, "b s"], positions: Int[Tensor, "b t"]) -> Int[Tensor, "b 11"]:
+    """What there is to know of every row: the fields of `Row`, in its order."""
+    (b, s), t = coding.shape, positions.shape[1]
+    slots = torch.arange(s, device=coding.device)
+    tokens = coding % HERE == TOKEN
+    offset = (coding >= HERE).int().argmax(1, keepdim=True)
+    rows = offset + slots[:t]
+    here, count = tokens.gather(1, rows), tokens.cumsum(1)
+    before = count.gather(1, rows) - 1
+    first = here.int().argmax(1, keepdim=True)
+    at = positions.gather(1, first)
+    by_slot, by_count = at - rows.gather(1, first), at - before.gather(1, first)
+    columns = (
+        offset,
+        first,
+        (here * slots[:t]).amax(1, keepdim=True),
+        here.sum(1, keepdim=True),
+        tokens.int().argmax(1, keepdim=True),
+        (tokens * slots).amax(1, keepdim=True),
+        count[:, -1:],
+        by_slot,
+        by_count,
+        ((positions - rows == by_slot) | ~here).all(1, keepdim=True),
+        ((positions - before == by_count) | ~here).all(1, keepdim=True),
+    )
+    return torch.cat([x.long().expand(b, 1) for x in columns], 1)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sequence of a forward, as numbers on the host. Slots count from the cache's first one, queries from theirs."""
+
+    offset: int
+    """Slot of the first query."""
+    first_query: int
+    last_query: int
+    queries: int
+    """That are tokens; with none the other numbers of queries mean nothing."""
+    begin: int
+    """Slot of the first token."""
+    last: int
+    tokens: int
+    slot_start: int
+    """Position of slot 0 where positions count from slot to slot."""
+    token_start: int
+    """Position of the first token where they count from token to token."""
+    by_slot: int
+    """Whether all queries that are tokens count so."""
+    by_token: int
+
+    @property
+    def gapless(self) -> bool:
+        """No padding lies between tokens, so that both ways of counting are the same."""
+        return self.last - self.begin + 1 == self.tokens
+
+    @property
+    def fresh(self) -> bool:
+        """None of its tokens is from an earlier forward."""
+        return self.begin == self.offset + self.first_query
+
+    @cached_property
+    def closed_up(self) -> bool:
+        """Its positions pass over the padding between its tokens; or a refusal where that cannot be known."""
+        if not self.queries:
+            return False
+        slots = self.by_slot and self._begun(self.slot_start + self.begin, self.slot_start == 0)
+        if self.gapless:
+            ways = [False] if slots else []
+        else:
+            tokens = self.by_token and self._begun(self.token_start, False)
+            ways = [way for way, possible in ((False, slots), (True, tokens)) if possible]
+        if len(ways) == 1:
+            return ways[0]
+        if ways:
+            raise ConfigError(
+                f"the position ids of a row with padding between its {self.tokens} tokens can be read in two ways",
+                "count its tokens from 0 (attention_mask.cumsum(1) - 1)",
+            )
+        if self.by_slot or self.by_token:
+            raise ConfigError(
+                f"position ids do not count on from the {self.tokens - self.queries} cached tokens of a row",
+                "let them continue those in the cache, which begin at 0 unless a forward has shown otherwise",
+            )
         raise ConfigError(
-            "position ids start anew or skip within a row", "give one sequence per row, with its padding mask"
+            "position ids start anew or skip within a row",
+            "give one sequence per row, with its padding mask, and positions that count on",
         )
-    if s == t:
-        return Layout(queries[1], queries[1], None, None, s)
-    used = min(s, queries[1].stop)  # a static cache is longer than what it holds
-    return Layout(queries[1], range(used), None, None, used)
+
+    def _begun(self, position: int, sure: bool) -> bool:
+        """Whether its first token can stand there: at 0, where a text was seen to begin, or where it begins now."""
+        return position >= 0 and (sure or self.fresh or position in _starts)
+
+    @property
+    def start(self) -> int:
+        """Position of slot 0, or of the first token where slots are closed up."""
+        return self.token_start if self.closed_up else self.slot_start
+
+    def note(self) -> None:
+        """Remember where a text begins that begins neither at 0 nor with the slots."""
+        if self.queries and self.fresh and self.slot_start:
+            begins = self.start + (0 if self.closed_up else self.begin)
+            _starts.pop(begins, None)
+            _starts[begins] = None
+            if len(_starts) > _MOST_STARTS:
+                del _starts[next(start for start in _starts if start)]
+
+    def query_run(self) -> Run | None:
+        """Where the queries lie, once slots are closed up."""
+        if not self.queries:
+            return slice(0, 0), range(0)
+        first = 0 if self.closed_up else self.first_query
+        if not self.closed_up and self.last_query - first + 1 != self.queries:
+            return None
+        position = (self.token_start + self.tokens - self.queries) if self.closed_up else self._at(first)
+        return slice(first, first + self.queries), range(position, position + self.queries)
+
+    def key_run(self) -> Run | None:
+        """Where the keys lie, once slots are closed up."""
+        if not self.queries:
+            return slice(0, 0), range(0)
+        if self.closed_up:
+            return slice(0, self.tokens), range(self.start, self.start + self.tokens)
+        if not self.gapless:
+            return None
+        return slice(self.begin, self.last + 1), range(self.start + self.begin, self.start + self.last + 1)
+
+    def _at(self, query: int) -> int:
+        return self.slot_start + self.offset + query
 
 
-def _padded(t: int, s: int, mask: Tensor, positions: Tensor) -> Layout:
-    """A row's slots and positions rise together: counted from its first query that is a token.
+def _arranged(b: int, coding: Tensor, positions: Tensor, rows: list[Row]) -> Layout:
+    """Sequences as runs of tokens: one for all where they have the same, or each its own."""
+    t, row, device = positions.shape[1], rows[0], positions.device
+    used = row.offset + t
+    if all(x == row for x in rows) and row.queries == t and row.tokens == used:
+        return Layout(range(row._at(0), row._at(t)), range(row.start, row.start + used), None, None, used)
+    closed = [x.closed_up for x in rows]
+    tokens = (coding % HERE == TOKEN)[:, :used].to(device).expand(b, used)
+    here = tokens[:, row.offset :]
+    query_slots = key_slots = None
+    if any(closed):
+        up = torch.tensor(closed, device=device)[:, None]
+        longest = max(x.tokens if x.closed_up else used for x in rows)
+        key_slots = _tokens_first(tokens, up)[:, :longest]
+        query_slots = _tokens_first(here, up)
+        tokens, here, positions = (
+            x.gather(1, i) for x, i in ((tokens, key_slots), (here, query_slots), (positions, query_slots))
+        )
+    starts = torch.tensor([x.start for x in rows], device=device)
+    keys = (starts[:, None] + torch.arange(tokens.shape[1], device=device)).clamp(min=0)
+    return Layout(
+        Placed(positions, tuple(x.query_run() for x in rows)),
+        Placed(keys, tuple(x.key_run() for x in rows), starts),
+        here,
+        tokens,
+        used,
+        query_slots,
+        key_slots,
+    )
 
-    The last token of a batch is in the last slot in use, wherever a static cache ends.
-    """
-    slots = torch.arange(s, device=mask.device)
-    end = (mask * (slots + 1)).amax() if s > t else s
-    rows = (end - t + torch.arange(t, device=mask.device)).expand(mask.shape[0], t)
-    query_mask = mask.gather(1, rows)
-    first = query_mask.long().argmax(1, keepdim=True)
-    keys = (slots - rows.gather(1, first) + positions.gather(1, first)).clamp(min=0)
-    if t <= MOST_QUERIES or torch.compiler.is_compiling():
-        return Layout(positions, keys, query_mask, mask, s)
-    query_rows, key_rows = placed(positions, query_mask), placed(keys, mask)
-    query, key = _same(query_rows.runs), _same(key_rows.runs)
-    if query is not None and key is not None and len(query[1]) == t and key[0].start == 0:  # a mask that masks nothing
-        return Layout(query[1], key[1], None, None, key[0].stop)
-    return Layout(query_rows, key_rows, query_mask, mask, s)
+
+def _tokens_first(tokens: Bool[Tensor, "b n"], up: Bool[Tensor, "b 1"]) -> Int[Tensor, "b n"]:
+    """Slots with the tokens of some rows before their padding, in order; the other rows as they are."""
+    return (~tokens & up).to(torch.uint8).argsort(dim=1, stable=True)
 
 
-def _same(runs: tuple[Run | None, ...]) -> Run | None:
-    """The one run of all rows, if there is one."""
-    return runs[0] if all(run == runs[0] for run in runs) else None
+def _picked(x: Tensor, slots: Int[Tensor, "b n"]) -> Tensor:
+    return x.gather(2, slots[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))

@@ -16,7 +16,7 @@ from torch import Tensor
 from rpe3d.attention import attention, shared_step
 from rpe3d.config import ConfigError
 from rpe3d.geometry import Law, make_law
-from rpe3d.models.positions import Layout, layout
+from rpe3d.models.positions import Layout, layer_mask, layout
 from rpe3d.models.probe import unknown
 
 NAME = "rpe3d"  # transformers parses names: none of "flash", "sdpa", "flex", "/" may be in it
@@ -94,7 +94,7 @@ def make_mask(
     local_size: int | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """The padding mask [b, s], which is all that a law needs; a window's mask for layers that keep theirs."""
+    """`layer_mask`, or None where every slot holds a token; a window's mask for layers that keep their own."""
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     if local_size is not None:
@@ -114,10 +114,12 @@ def make_mask(
         raise ConfigError(
             "this batch is packed, or has a mask of its own", "give one sequence per row: a law is causal from 0 on"
         )
-    if attention_mask is None:
+    if kv_offset:
+        raise ConfigError("this cache has dropped its first keys", "a law needs all of them: use a DynamicCache")
+    if attention_mask is None and isinstance(q_offset, int) and q_offset + q_length == kv_length:
         return None
-    missing = kv_length - attention_mask.shape[1]
-    return torch.nn.functional.pad(attention_mask, (0, missing)) if missing > 0 else attention_mask[:, :kv_length]
+    device = kwargs.get("device") if attention_mask is None else attention_mask.device
+    return layer_mask(attention_mask, batch_size, q_length, kv_length, q_offset, device)
 
 
 def attend(
@@ -137,19 +139,20 @@ def attend(
     """An attention function of transformers. q and k arrive turned by stock RoPE, the cache holds such keys."""
     if sliding_window is not None:
         return _stock(module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, **kwargs)
-    if attention_mask is not None and attention_mask.ndim != 2:
-        raise ConfigError(
-            f"the attention mask is {attention_mask.ndim}-dimensional, but a law is causal and takes padding alone",
-            "give the padding mask [batch, tokens]",
-        )
     if strange := unknown(kwargs):
         raise ConfigError(f"this attention is also given {strange}", "rpe3d cannot extend this model")
     if dropout:
         raise ConfigError(f"attention dropout is {dropout}", "set config.attention_dropout = 0")
+    kind, queries = query.device.type, query.shape[2]
+    if torch.is_autocast_enabled(kind):  # as SDPA under autocast: norms and tables of cos and sin make q and k float32
+        query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
+        with torch.autocast(kind, enabled=False):
+            return attend(
+                module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, None, position_ids
+            )
     law = module_law(module)
     where: Layout = layout(query, key, attention_mask, position_ids, getattr(module, "layer_idx", 0))
-    if where.keys_used < key.shape[2]:
-        key, value = key[:, :, : where.keys_used], value[:, :, : where.keys_used]
+    query, key, value = where.gathered(query, key, value)
     given: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux, "turned": True}
     step = None
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -158,7 +161,7 @@ def attend(
         out, _ = step(query, key, value, s_aux)
     else:
         out, _ = attention(query, key, value, law, **where.arguments, **given)
-    return out.transpose(1, 2).contiguous(), None
+    return where.returned(out, queries).transpose(1, 2).contiguous(), None
 
 
 def _step(where: Layout, law: Law, query: Tensor, key: Tensor, value: Tensor, given: dict[str, Any]) -> Any:
