@@ -1,10 +1,10 @@
 """Where the tokens of a forward stand: one answer, from the cache's offset, the position ids and the padding mask.
 
-A forward brings t queries, in slots offset, offset + 1 ... of the cache, and is handed the keys of all slots so far. The
-queries have position ids. Nobody kept those of earlier forwards, but positions count on within a text. They count in
-one of two ways, which differ only where padding lies between tokens: from token to token, as `generate` has them, or
-from slot to slot, as in a model that is given a mask and no position ids. The queries show which way it is. Positions
-that count in neither way, or that can be read in both, are refused.
+A forward brings t queries, in slots offset, offset + 1 ... of the cache, and is handed the keys of all slots so far.
+The queries have position ids. Nobody kept those of earlier forwards, but positions count on within a text. They count
+in one of two ways, which differ only where padding lies between tokens: from token to token, as `generate` has them,
+or from slot to slot, as in a model that is given a mask and no position ids. The queries show which way it is.
+Positions that count in neither way, or that can be read in both, are refused.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Int, UInt8
@@ -48,7 +48,8 @@ def coded(mask: Bool[Tensor, "b n"] | None, b: int, t: int, s: int, offset: Any,
         return whole.expand(b, s)
     known = torch.nn.functional.pad(mask, (0, s - mask.shape[1])) if mask.shape[1] < s else mask[:, :s]
     tokens = known & (slots < offset + t)  # a mask as long as a static cache says nothing of slots that are still empty
-    return tokens.to(torch.uint8) * TOKEN + here.to(torch.uint8) * HERE
+    code: Tensor = tokens.to(torch.uint8) * TOKEN + here.to(torch.uint8) * HERE
+    return code
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ def _layout(b: int, t: int, s: int, mask: Tensor | None, position_ids: Tensor | 
         coding = coded(None, len(where), t, s, s - t, where.device)
     else:
         coding, where = mask, where.expand(b, t)
-    rows = [Row(*numbers) for numbers in _facts(coding, where).tolist()]
+    rows = [Row(*numbers) for numbers in torch.cat(_facts(coding, where), 1).tolist()]
     for row in rows:
         row.note()
     return _arranged(b, coding, positions, rows * b if len(rows) < b else rows)
@@ -154,23 +155,42 @@ def _in_a_graph(s: int, mask: Tensor | None, positions: Tensor) -> Layout:
     """Keys that count from slot to slot, as the first query has it; whether they do, the device finds out."""
     b, t = positions.shape
     coding = coded(None, b, t, s, s - t, positions.device) if mask is None else mask
-    offset, *facts = _facts(coding, positions).unbind(1)
-    queries, begin, last, total = facts[2], *facts[3:6]
-    start, by_slot = facts[6], facts[8]
-    sound = (queries == 0) | ((by_slot > 0) & ((last - begin + 1 == total) | (start == 0)))
+    row = _facts(coding, positions)
+    even = row.by_slot & ((row.last - row.begin + 1 == row.tokens) | (row.slot_start == 0))
+    sound = (even | (row.queries == 0)).all()
     slots = torch.arange(s, device=positions.device)
-    keys = Placed((start[:, None] + slots).clamp(min=0), starts=start)
+    keys = Placed((row.slot_start + slots).clamp(min=0), starts=row.slot_start[:, 0])
     if mask is None:
-        return Layout(positions, keys, None, None, s, sound=sound.all())
+        return Layout(positions, keys, None, None, s, sound=sound)
     tokens = coding % HERE == TOKEN
-    here = tokens.gather(1, offset[:, None] + torch.arange(t, device=positions.device))
-    return Layout(positions, keys, here, tokens, s, sound=sound.all())
+    return Layout(positions, keys, tokens.gather(1, row.offset + slots[:t]), tokens, s, sound=sound)
 
 
-def _facts(coding: UInt8[Tensor, "b s"], positions: Int[Tensor, "b t"]) -> Int[Tensor, "b 11"]:
-    """What there is to know of every row: the fields of `Row`, in its order."""
-    (b, s), t = coding.shape, positions.shape[1]
-    slots = torch.arange(s, device=coding.device)
+class Facts(NamedTuple):
+    """What there is to know of every row, as columns [b, 1]. Slots count from the cache's first, queries from theirs."""
+
+    offset: Any
+    """Slot of the first query."""
+    first_query: Any
+    last_query: Any
+    queries: Any
+    """That are tokens; with none the other numbers of queries mean nothing."""
+    begin: Any
+    """Slot of the first token."""
+    last: Any
+    tokens: Any
+    slot_start: Any
+    """Position of slot 0 where positions count from slot to slot."""
+    token_start: Any
+    """Position of the first token where they count from token to token."""
+    by_slot: Any
+    """Whether all queries that are tokens count so."""
+    by_token: Any
+
+
+def _facts(coding: UInt8[Tensor, "b s"], positions: Int[Tensor, "b t"]) -> Facts:
+    t = positions.shape[1]
+    slots = torch.arange(coding.shape[1], device=coding.device)
     tokens = coding % HERE == TOKEN
     offset = (coding >= HERE).int().argmax(1, keepdim=True)
     rows = offset + slots[:t]
@@ -178,44 +198,24 @@ def _facts(coding: UInt8[Tensor, "b s"], positions: Int[Tensor, "b t"]) -> Int[T
     before = count.gather(1, rows) - 1
     first = here.int().argmax(1, keepdim=True)
     at = positions.gather(1, first)
-    by_slot, by_count = at - rows.gather(1, first), at - before.gather(1, first)
-    columns = (
-        offset,
-        first,
-        (here * slots[:t]).amax(1, keepdim=True),
-        here.sum(1, keepdim=True),
-        tokens.int().argmax(1, keepdim=True),
-        (tokens * slots).amax(1, keepdim=True),
-        count[:, -1:],
-        by_slot,
-        by_count,
-        ((positions - rows == by_slot) | ~here).all(1, keepdim=True),
-        ((positions - before == by_count) | ~here).all(1, keepdim=True),
+    slot_start, token_start = at - rows.gather(1, first), at - before.gather(1, first)
+    return Facts(
+        offset=offset,
+        first_query=first,
+        last_query=(here * slots[:t]).amax(1, keepdim=True),
+        queries=here.sum(1, keepdim=True),
+        begin=tokens.int().argmax(1, keepdim=True),
+        last=(tokens * slots).amax(1, keepdim=True),
+        tokens=count[:, -1:],
+        slot_start=slot_start,
+        token_start=token_start,
+        by_slot=((positions - rows == slot_start) | ~here).all(1, keepdim=True),
+        by_token=((positions - before == token_start) | ~here).all(1, keepdim=True),
     )
-    return torch.cat([x.long().expand(b, 1) for x in columns], 1)
 
 
-@dataclass(frozen=True)
-class Row:
-    """One sequence of a forward, as numbers on the host. Slots count from the cache's first one, queries from theirs."""
-
-    offset: int
-    """Slot of the first query."""
-    first_query: int
-    last_query: int
-    queries: int
-    """That are tokens; with none the other numbers of queries mean nothing."""
-    begin: int
-    """Slot of the first token."""
-    last: int
-    tokens: int
-    slot_start: int
-    """Position of slot 0 where positions count from slot to slot."""
-    token_start: int
-    """Position of the first token where they count from token to token."""
-    by_slot: int
-    """Whether all queries that are tokens count so."""
-    by_token: int
+class Row(Facts):
+    """The facts of one sequence as numbers on the host, and what follows from them."""
 
     @property
     def gapless(self) -> bool:
