@@ -30,7 +30,6 @@ from torch import Tensor
 from rpe3d import extend, law_of
 from rpe3d.evaluate.texts import default_texts, tokenize
 from rpe3d.models.load import load
-from rpe3d.models.registry import needs_attention
 from rpe3d.train.attention import TrainingAttention, training_attention
 from rpe3d.train.lora import trainable
 from rpe3d.train.settings import Settings
@@ -81,7 +80,7 @@ class Trained:
         law = law_of(self.base)
         group = ids.shape[1] // 4 if self.peer.sparse else None
         with ExitStack() as stack:
-            if law is not None and (group or needs_attention(law)):
+            if law is not None and (group or law.needs_attention):
                 stack.enter_context(training_attention(self.base, TrainingAttention(group=group)))
             with torch.autocast("cuda", torch.bfloat16) if autocast else nullcontext():
                 loss: Tensor = self.model(input_ids=ids, labels=ids, use_cache=False).loss

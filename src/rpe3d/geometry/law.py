@@ -65,6 +65,16 @@ class Law(ABC):
         """How many times longer than pretrained."""
         return self.context / self.pretrained
 
+    @property
+    def needs_attention(self) -> bool:
+        """Whether it turns some pairs otherwise than its frequencies alone do."""
+        return self.regions != (Region(),)
+
+    @property
+    def endless(self) -> bool:
+        """Whether no text is too long for it, since what it shows does not depend on the context."""
+        return False
+
     def model_frequencies(self) -> Float64[Tensor, " l"]:
         """θ_l of the pretrained model."""
         return model_frequencies(self.rotary)

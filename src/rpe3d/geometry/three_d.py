@@ -102,6 +102,10 @@ class Bounded(Law):
         return (self.reach - self.chunk - self.window) / (self.context - self.window)
 
     @property
+    def endless(self) -> bool:
+        return self.slope == 0
+
+    @property
     def regions(self) -> tuple[Region, ...]:
         faded = self.fade or self.focus
         fade = Fade(rate=self.fade, focus=self.focus, span=float(self.reach)) if faded else None
@@ -191,6 +195,10 @@ class DualChunk(_Phased):
         if self.chunk is None:
             chunk = self._fitting(chunk, window)
         return self._check_phase(chunk, window) | {"window": window}
+
+    @property
+    def endless(self) -> bool:
+        return True
 
     @property
     def regions(self) -> tuple[Region, ...]:

@@ -71,6 +71,10 @@ class Dca(Law):
         return {"chunk": chunk, "window": window}
 
     @property
+    def endless(self) -> bool:
+        return True
+
+    @property
     def regions(self) -> tuple[Region, ...]:
         return dual_chunk_regions(self.chunk, self.window)
 
@@ -128,6 +132,10 @@ class ReRope(Window):
     summary: ClassVar[str] = "ReRoPE: exact window, all farther keys at one distance"
 
     @property
+    def endless(self) -> bool:
+        return True
+
+    @property
     def regions(self) -> tuple[Region, ...]:
         return leaky_regions(self.window, slope=0.0)
 
@@ -148,6 +156,10 @@ class LeakyReRope(Window):
         if slope is None:
             slope = max(0, default_reach(self.pretrained) - 1 - window) / (self.context - window)
         return parameters | {"slope": real("slope", slope, most=1.0)}
+
+    @property
+    def endless(self) -> bool:
+        return self.slope == 0
 
     @property
     def regions(self) -> tuple[Region, ...]:
@@ -183,6 +195,10 @@ class StreamingLlm(Window):
                 "lower window or sinks",
             )
         return {"sinks": sinks, "window": window}
+
+    @property
+    def endless(self) -> bool:
+        return True
 
     @property
     def regions(self) -> tuple[Region, ...]:

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from rpe3d.config import SCALINGS, ConfigError, whole
 from rpe3d.geometry import Law, make_law
+from rpe3d.models.carried import law_in, parameters_of
 from rpe3d.models.probe import Findings, probe, refusal, run_one_token
-from rpe3d.models.registry import DYNAMIC, NAME, law_in, needs_attention, parameters_of, register, rope_init
+from rpe3d.models.registry import DYNAMIC, NAME, register, rope_init
 
 _STATE = "_rpe3d_stock"
 
@@ -50,13 +51,14 @@ def extend(model: Any, law: str = "3d-rpe", *, context: int, **parameters: Any) 
             raise refusal(type(model).__name__, "its frequencies are not those of its rope parameters")
         stock = _stock(config, found.rotaries)
     register()
-    before = copy.deepcopy(config.rope_parameters), config.max_position_embeddings, config._attn_implementation
     tables = [_kept(rotary) for rotary in found.rotaries]
-    _apply(config, found, made, stock)
+    shared = _own_config(model)
     try:
+        _apply(text_config(model), found, made, stock)
         run_one_token(model, type(model).__name__, how="under a rope type of ours")
-    except ConfigError:
-        config.rope_parameters, config.max_position_embeddings, config._attn_implementation = before
+    except BaseException:
+        for module, name, value in shared:
+            setattr(module, name, value)
         _put_back(found.rotaries, tables)
         raise
     setattr(model, _STATE, stock)
@@ -187,6 +189,23 @@ def _put_back(rotaries: tuple[Any, ...], kept: list[tuple[dict[str, Tensor], dic
             setattr(rotary, name, value)
 
 
+def _own_config(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
+    """Give the model a config of its own, since another may be built on the same object; what was replaced where."""
+    from transformers import PreTrainedConfig
+
+    copies: dict[int, Any] = {}
+    copy.deepcopy(model.config, copies)
+    shared = [
+        (module, name, value)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, PreTrainedConfig) and id(value) in copies
+    ]
+    for module, name, value in shared:
+        setattr(module, name, copies[id(value)])
+    return shared
+
+
 def _loaded_stock(model: Any, config: Any) -> Stock | None:
     """What a config that was saved extended says of its stock model."""
     parameters = parameters_of(config)
@@ -226,4 +245,4 @@ def _apply(config: Any, found: Findings, law: Law, stock: Stock) -> None:
         setattr(rotary, f"{prefix}attention_scaling", scaling)
         rotary.rope_type = {**rotary.rope_type, "full_attention": rope_type} if nested else rope_type
         rotary.max_seq_len_cached = rotary.original_max_seq_len = length
-    config._attn_implementation = NAME if needs_attention(law) else stock.attention
+    config._attn_implementation = NAME if law.needs_attention else stock.attention

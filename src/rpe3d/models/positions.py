@@ -65,6 +65,8 @@ class Layout:
     query_slots: Int[Tensor, "b n"] | None = None
     """Where the queries are among those given, tokens first; None: as given."""
     key_slots: Int[Tensor, "b n"] | None = None
+    end: int | None = None
+    """Position after the last token; None in a graph."""
     sound: Tensor | None = None
     """In a graph, which cannot refuse: whether the keys stand where `keys` says. Where False, the output is NaN."""
     steps: dict[Any, Any] = field(default_factory=dict)
@@ -167,7 +169,7 @@ def _in_a_graph(s: int, mask: Tensor | None, positions: Tensor) -> Layout:
 
 
 class Facts(NamedTuple):
-    """What there is to know of every row, as columns [b, 1]. Slots count from the cache's first, queries from theirs."""
+    """What there is to know of rows, as columns [b, 1]. Slots count from the cache's first, queries from theirs."""
 
     offset: Any
     """Slot of the first query."""
@@ -220,12 +222,12 @@ class Row(Facts):
     @property
     def gapless(self) -> bool:
         """No padding lies between tokens, so that both ways of counting are the same."""
-        return self.last - self.begin + 1 == self.tokens
+        return bool(self.last - self.begin + 1 == self.tokens)
 
     @property
     def fresh(self) -> bool:
         """None of its tokens is from an earlier forward."""
-        return self.begin == self.offset + self.first_query
+        return bool(self.begin == self.offset + self.first_query)
 
     @cached_property
     def closed_up(self) -> bool:
@@ -262,7 +264,7 @@ class Row(Facts):
     @property
     def start(self) -> int:
         """Position of slot 0, or of the first token where slots are closed up."""
-        return self.token_start if self.closed_up else self.slot_start
+        return int(self.token_start if self.closed_up else self.slot_start)
 
     def note(self) -> None:
         """Remember where a text begins that begins neither at 0 nor with the slots."""
@@ -294,7 +296,7 @@ class Row(Facts):
         return slice(self.begin, self.last + 1), range(self.start + self.begin, self.start + self.last + 1)
 
     def _at(self, query: int) -> int:
-        return self.slot_start + self.offset + query
+        return int(self.slot_start + self.offset + query)
 
 
 def _arranged(b: int, coding: Tensor, positions: Tensor, rows: list[Row]) -> Layout:
@@ -302,7 +304,8 @@ def _arranged(b: int, coding: Tensor, positions: Tensor, rows: list[Row]) -> Lay
     t, row, device = positions.shape[1], rows[0], positions.device
     used = row.offset + t
     if all(x == row for x in rows) and row.queries == t and row.tokens == used:
-        return Layout(range(row._at(0), row._at(t)), range(row.start, row.start + used), None, None, used)
+        every = range(row.start, row.start + used)
+        return Layout(every[row.offset :], every, None, None, used, end=every.stop)
     closed = [x.closed_up for x in rows]
     tokens = (coding % HERE == TOKEN)[:, :used].to(device).expand(b, used)
     here = tokens[:, row.offset :]
@@ -325,6 +328,7 @@ def _arranged(b: int, coding: Tensor, positions: Tensor, rows: list[Row]) -> Lay
         used,
         query_slots,
         key_slots,
+        end=max((run[1].stop for row in rows if (run := row.key_run()) is not None), default=None),
     )
 
 

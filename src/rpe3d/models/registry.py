@@ -1,7 +1,7 @@
 """What transformers calls: the rope type that carries a law, the mask it needs, and the attention that keeps it.
 
-`register` is called once per process, by `import rpe3d` when transformers is imported, and changes nothing for models
-whose config does not name us.
+`register` is called whenever a model under a law is made, any number of times, and changes nothing for models whose
+config does not name us.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from torch import Tensor
 from rpe3d.attention import attention, shared_step
 from rpe3d.config import ConfigError
 from rpe3d.geometry import Law, make_law
+from rpe3d.models.carried import law_in, parameters_of
+from rpe3d.models.guard import tell_of_length, watch
 from rpe3d.models.positions import Layout, layer_mask, layout
 from rpe3d.models.probe import unknown
 
@@ -29,6 +31,7 @@ def register() -> None:
 
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, make_mask)
+    watch()
 
 
 def rope_init(
@@ -37,7 +40,7 @@ def rope_init(
     """A rope-init function of transformers: the law's frequencies. Selects our attention where the law needs it."""
     register()
     law = law_in(config, layer_type)
-    if needs_attention(law):
+    if law.needs_attention:
         config._attn_implementation = NAME
     if type(law).frequencies is Law.frequencies:  # a law that leaves them as they are
         return _stock_table(config, law, device, layer_type), law.attention_scaling
@@ -59,28 +62,6 @@ def _stock_table(config: Any, law: Law, device: Any, layer_type: str | None) -> 
         return table.to(device)
     dim = 2 * law.rotary.pairs
     return (1.0 / (law.rotary.rope_theta ** (torch.arange(0, dim, 2, dtype=torch.float) / dim))).to(device)
-
-
-def needs_attention(law: Law) -> bool:
-    """Whether a law turns some pairs otherwise than its frequencies alone do."""
-    regions = law.regions
-    return len(regions) > 1 or regions[0] != type(regions[0])()
-
-
-def parameters_of(config: Any, layer_type: str | None = None) -> dict[str, Any] | None:
-    """The rope parameters that may hold a law: of the layers with full attention where a config has several."""
-    parameters = getattr(config, "rope_parameters", None)
-    if isinstance(parameters, dict) and "rope_type" not in parameters:
-        parameters = parameters.get(layer_type or "full_attention")
-    return parameters if isinstance(parameters, dict) else None
-
-
-def law_in(config: Any, layer_type: str | None = None) -> Law:
-    """The law that a config carries."""
-    parameters = parameters_of(config, layer_type)
-    if parameters is None or "law" not in parameters:
-        raise ConfigError("this model's config carries no law", "extend it with rpe3d.extend(model, context=...)")
-    return make_law(**parameters["law"])
 
 
 def make_mask(
@@ -152,6 +133,8 @@ def attend(
             )
     law = module_law(module)
     where: Layout = layout(query, key, attention_mask, position_ids, getattr(module, "layer_idx", 0))
+    if where.end is not None:
+        tell_of_length(law, where.end)
     query, key, value = where.gathered(query, key, value)
     given: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux, "turned": True}
     step = None

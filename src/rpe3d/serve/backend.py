@@ -16,7 +16,6 @@ from torch import Tensor
 from rpe3d.attention import attention, shared_step
 from rpe3d.config import ConfigError
 from rpe3d.geometry import Law
-from rpe3d.models.registry import needs_attention
 from rpe3d.serve.checks import law_of
 from rpe3d.serve.rope import MADE, single_turn
 
@@ -63,7 +62,7 @@ def served_law(engine: Any) -> Law | None:
     """The law that attention has to keep in an engine; None where its rotary layer does, or there is none."""
     model = engine.model_config
     law = None if model is None else law_of(model.hf_text_config)
-    return law if law is not None and single_turn(law) is None and needs_attention(law) else None
+    return law if law is not None and single_turn(law) is None and law.needs_attention else None
 
 
 class LawBuilder:

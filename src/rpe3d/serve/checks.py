@@ -6,7 +6,7 @@ from typing import Any
 
 from rpe3d.config import ConfigError
 from rpe3d.geometry import Law
-from rpe3d.models.registry import law_in, parameters_of
+from rpe3d.models.carried import law_in, parameters_of
 
 VERSIONS = ("0.32",)
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")

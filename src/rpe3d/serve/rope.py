@@ -14,7 +14,7 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from rpe3d.config import ConfigError
 from rpe3d.geometry import Law, Turn
 from rpe3d.geometry.plan import STOCK
-from rpe3d.models.registry import DYNAMIC, NAME, needs_attention
+from rpe3d.models.registry import DYNAMIC, NAME
 from rpe3d.rotation import cos_sin
 from rpe3d.serve.checks import check_engine, check_model
 
@@ -61,7 +61,7 @@ def _checked(head_size: int, is_neox_style: bool) -> Law:
     check_engine(engine, law)
     if law.rotary.head_dim != head_size or law.rotary.interleaved == is_neox_style:
         raise ConfigError("the law was made for a model whose heads rotate otherwise", "extend this model anew")
-    if single_turn(law) is None and needs_attention(law):
+    if single_turn(law) is None and law.needs_attention:
         backend = get_attn_backend(head_size, torch.get_default_dtype(), engine.cache_config.cache_dtype)
         if not issubclass(backend, LawBackend):
             raise ConfigError(

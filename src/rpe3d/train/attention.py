@@ -71,7 +71,7 @@ class TrainingAttention:
                 **kwargs,
             )
         law = registry.module_law(module)
-        by_position = registry.needs_attention(law)  # else by the order of tokens alone
+        by_position = law.needs_attention  # else by the order of tokens alone
         kind = query.device.type
         if torch.is_autocast_enabled(kind):  # cos and sin, and so q and k, are float32 where the embeddings are
             query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))

@@ -17,7 +17,6 @@ from rpe3d.config import ConfigError, choice
 from rpe3d.models import extend, law_of
 from rpe3d.models.extend import check_savable
 from rpe3d.models.load import Loaded, load
-from rpe3d.models.registry import needs_attention
 from rpe3d.train import folder
 from rpe3d.train.attention import TrainingAttention, training_attention
 from rpe3d.train.batches import Steps
@@ -168,7 +167,7 @@ def _attention(trainer: LawTrainer, model: Any, settings: Settings) -> Iterator[
     parallel = trainer.steps.parallel
     group = settings.window // 4 if settings.attention == "s2" else None
     with ExitStack() as stack:
-        if needs_attention(law) or group or parallel:
+        if law.needs_attention or group or parallel:
             chosen = TrainingAttention(skipping=bool(settings.pose), group=group, parallel=parallel)
             stack.enter_context(training_attention(model, chosen))
         yield

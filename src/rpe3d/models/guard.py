@@ -1,0 +1,61 @@
+"""Two things that would go wrong without a word: another attention under a law, and a text beyond its context.
+
+A law that needs its own attention is lost when a model is given another one, by `set_attn_implementation`, by its
+config, or on loading. The layers do not tell; but before each forward transformers asks its registry for a mask in the
+name of that attention, and hands over the config. So the functions of that registry are watched.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from rpe3d.config import ConfigError
+from rpe3d.geometry import Law, make_law
+from rpe3d.models.carried import parameters_of
+
+OURS = "rpe3d"
+_told: set[Law] = set()
+
+
+def watch() -> None:
+    """Let every other attention's mask function refuse a model whose law it would drop. Any number of times."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+
+    for name, function in list(ALL_MASK_ATTENTION_FUNCTIONS.items()):
+        if not name.startswith(OURS) and not getattr(function, "_rpe3d_watched", False):
+            AttentionMaskInterface.register(name, _watched(name, function))
+
+
+def _watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def mask(*args: Any, config: Any = None, **kwargs: Any) -> Any:
+        parameters = parameters_of(config)
+        if parameters is not None and "law" in parameters and _needs(json.dumps(parameters["law"])):
+            raise ConfigError(
+                f"this model is under {parameters['law']['name']}, which its attention {name!r} knows nothing of",
+                f"call rpe3d.restore(model) for the stock model, or model.set_attn_implementation({OURS!r})",
+            )
+        return function(*args, config=config, **kwargs)
+
+    mask._rpe3d_watched = True  # type: ignore[attr-defined]
+    return mask
+
+
+@functools.lru_cache(maxsize=64)
+def _needs(law: str) -> bool:
+    return make_law(**json.loads(law)).needs_attention
+
+
+def tell_of_length(law: Law, length: int) -> None:
+    """Warn, once for a law, of a text longer than its context, where it has one that matters."""
+    if length > law.context and not law.endless and law not in _told:
+        _told.add(law)
+        warnings.warn(
+            f"a text of {length} tokens is longer than the context {law.context} that {law.name} was made for, and is "
+            f"shown positions beyond its bound: extend the model with context={length} or more",
+            stacklevel=2,
+        )
