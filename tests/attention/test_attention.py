@@ -296,6 +296,38 @@ def test_a_row_that_sees_nothing_is_zeros(impl):
     assert out[:, :, 2:].abs().min() > 0
 
 
+@pytest.mark.parametrize("impl", ["auto", "blocked", "reference"])
+@pytest.mark.parametrize("sinks", [None, 0.7])
+def test_a_batch_of_padding_alone_is_zeros(impl, sinks):
+    """The contract: a row that sees nothing is zeros, and its log-sum-exp -inf, or the sink's."""
+    q, k, v = vectors(t=20, s=40)
+    nothing = torch.zeros(2, 20, dtype=torch.bool)
+    given = {"query_mask": nothing, "sinks": None if sinks is None else torch.full((6,), sinks)}
+    out, lse = attention(q, k, v, law_for("3d-rpe"), impl=impl, **given)
+    assert (out == 0).all()
+    torch.testing.assert_close(lse, torch.full_like(lse, -torch.inf if sinks is None else sinks))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", ["rope", "3d-rpe", "dca", "self-extend"])
+def test_the_log_sum_exp_has_its_gradient(name, padded):
+    """As the specification has it, to float64; the library's calls know nothing of it."""
+    law = law_for(name)
+    mask = torch.ones(2, 75, dtype=torch.bool)
+    if padded:
+        mask[0, 60:], mask[1, :20] = False, False
+    where = (mask.cumsum(1) - 1).clamp(min=0)
+    given = {"query_positions": where, "key_positions": where, "query_mask": mask, "key_mask": mask}
+    weight, sinks = torch.randn(2, 6, 75, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
+    results = []
+    for impl in ("blocked", "reference"):
+        leaves = [x.clone().requires_grad_() for x in (*vectors(dtype=torch.float64), sinks)]
+        out, lse = attention(*leaves[:3], law, impl=impl, sinks=leaves[3], **given)
+        results.append(torch.autograd.grad((lse * weight).sum() + out.square().sum(), leaves))
+    for ours, truth in zip(*results, strict=True):
+        torch.testing.assert_close(ours, truth, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("known", [False, True], ids=["asked", "known"])
 @pytest.mark.parametrize("name", ["3d-rpe", "3d-rpe-definition", "dca", "rope", "self-extend", "dpe"])
 def test_positions_with_gaps_are_exact_too(name, known, monkeypatch):

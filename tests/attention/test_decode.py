@@ -324,6 +324,21 @@ def test_what_the_kernel_cannot_run_is_run_without_it(change, reason, device):
 
 
 @needs_triton
+@pytest.mark.parametrize("masked", [False, True])
+def test_keys_with_gaps_are_not_counted_on_from_the_first(device, masked):
+    """The kernel finds a key by its distance from the first; whoever gives plain tensors is checked."""
+    keys = torch.cat([torch.arange(0, 60), torch.arange(90, 190)]).expand(2, -1)
+    mask = {"key_mask": torch.rand(2, 160) < 0.9} if masked else {}
+    x = problem(law_for("3d-rpe"), device, b=2, s=160, queries=torch.full((2, 1), 189), keys=keys, **mask)
+    assert decode.kernel_refusal(x) == "its key positions are not consecutive"
+    assert explain(x)[0] == "reference"
+    far = torch.arange(30, 190).expand(2, -1)
+    x = problem(law_for("3d-rpe"), device, b=2, s=160, queries=torch.full((2, 1), 189), keys=far, **mask)
+    assert decode.kernel_refusal(x) is None
+    assert_as_good(x, *by_kernel(x))
+
+
+@needs_triton
 def test_a_step_allocates_and_launches_and_does_nothing_else(device, monkeypatch):
     """What a CUDA graph can capture: no copy, no wait, no small kernels around the one."""
     from rpe3d.attention import decode_kernel

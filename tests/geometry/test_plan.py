@@ -39,6 +39,12 @@ def test_regions_do_not_overlap_and_cover_every_causal_pair(name):
 
 
 @pytest.mark.parametrize("name", laws())
+def test_a_law_needs_its_own_attention_if_it_has_more_than_frequencies(name):
+    law = example(name)
+    assert law.needs_attention == (law.regions != (Region(),))
+
+
+@pytest.mark.parametrize("name", laws())
 def test_relative_angles_are_the_turn_of_the_query_less_that_of_the_key(name):
     law = example(name)
     theta = law.frequencies()

@@ -20,6 +20,7 @@ class Rope(Law):
 
     name: ClassVar[str] = "rope"
     summary: ClassVar[str] = "plain RoPE: the stock model, at any length"
+    needs_attention: ClassVar[bool] = False
 
     @property
     def regions(self) -> tuple[Region, ...]:

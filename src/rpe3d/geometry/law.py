@@ -30,6 +30,9 @@ class Law(ABC):
     single_position: ClassVar[bool] = True
     """Whether the angle of every plane is θ_l f with one relative position f (`relative_position`)."""
 
+    needs_attention: ClassVar[bool] = True
+    """Whether it turns some pairs otherwise than its frequencies alone do."""
+
     pretrained: int
     context: int
     rotary: Rotary
@@ -64,11 +67,6 @@ class Law(ABC):
     def factor(self) -> float:
         """How many times longer than pretrained."""
         return self.context / self.pretrained
-
-    @property
-    def needs_attention(self) -> bool:
-        """Whether it turns some pairs otherwise than its frequencies alone do."""
-        return self.regions != (Region(),)
 
     @property
     def endless(self) -> bool:

@@ -8,13 +8,13 @@ name of that attention, and hands over the config. So the functions of that regi
 from __future__ import annotations
 
 import functools
-import json
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 from rpe3d.config import ConfigError
-from rpe3d.geometry import Law, make_law
+from rpe3d.geometry import Law
+from rpe3d.geometry.registry import LAWS
 from rpe3d.models.carried import parameters_of
 
 OURS = "rpe3d"
@@ -34,7 +34,7 @@ def _watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def mask(*args: Any, config: Any = None, **kwargs: Any) -> Any:
         parameters = parameters_of(config)
-        if parameters is not None and "law" in parameters and _needs(json.dumps(parameters["law"])):
+        if parameters is not None and "law" in parameters and LAWS[parameters["law"]["name"]].needs_attention:
             raise ConfigError(
                 f"this model is under {parameters['law']['name']}, which its attention {name!r} knows nothing of",
                 f"call rpe3d.restore(model) for the stock model, or model.set_attn_implementation({OURS!r})",
@@ -43,11 +43,6 @@ def _watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
     mask._rpe3d_watched = True  # type: ignore[attr-defined]
     return mask
-
-
-@functools.lru_cache(maxsize=64)
-def _needs(law: str) -> bool:
-    return make_law(**json.loads(law)).needs_attention
 
 
 def tell_of_length(law: Law, length: int) -> None:
