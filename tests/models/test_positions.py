@@ -63,7 +63,7 @@ def test_position_ids_that_are_changed_in_place_are_read_again(tiny, ids, mode):
 
 
 def chats(ids):
-    """Two chats of two turns, the first turns padded to one length, with positions as `generate` has them; each alone."""
+    """Two chats of two turns, the first padded to one length, with positions as `generate` has them; and each alone."""
     batch = torch.cat([ids, ids.flip(1)])
     mask = torch.ones_like(batch)
     mask[1, 40:63] = 0

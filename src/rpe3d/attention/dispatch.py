@@ -143,8 +143,9 @@ def _prefill(x: Inputs, *, asked: bool) -> tuple[Tensor, Tensor]:
 
 def _blocked(x: Inputs, backend: str | None) -> tuple[Tensor, Tensor]:
     runs = list(spans(x))
-    # No library has softcap, few have values of another size; these, and positions without a schedule, are tiled.
-    if x.softcap is not None or x.v.shape[3] != x.q.shape[3] or None in runs:
+    # No library has softcap, few have values of another size; these, positions without a schedule, and a batch of
+    # padding alone are tiled.
+    if x.softcap is not None or x.v.shape[3] != x.q.shape[3] or None in runs or not runs:
         return _tiled(x)
     if not x.turned:
         x = _stock(x)
@@ -207,8 +208,7 @@ def _gathered(x: Inputs, results: list[tuple[slice, Span, Tensor, Tensor]]) -> t
     if len(results) == 1 and results[0][2].shape[:3] == x.q.shape[:3]:
         return results[0][2], results[0][3]
     out = x.q.new_zeros(*x.q.shape[:3], x.v.shape[3])
-    precise = torch.promote_types(x.q.dtype, torch.float32)
-    lse = torch.full(x.q.shape[:3], -torch.inf, dtype=precise, device=x.q.device)
+    lse = torch.full(x.q.shape[:3], -torch.inf, dtype=results[0][3].dtype, device=x.q.device)
     if x.sinks is not None:
         lse = x.sinks.detach().to(lse.dtype)[None, :, None].expand_as(lse).clone()
     for batch, span, o, s in results:
