@@ -207,16 +207,18 @@ def by_kernel(x):
 
 
 @pytest.mark.parametrize("name", [name for name in laws() if name != "dynamic"])  # whose angles depend on the length
-def test_any_problem_is_solved_or_refused(name, fuzz):
+def test_any_problem_is_solved_or_refused(name, fuzz, device):
     solved = 0
     for seed in range(CASES * fuzz):
         draw = random.Random(f"{name} {seed}")
         torch.manual_seed(seed)
         law, x, given, expected, dtype = one_case(draw, name)
         out, lse = expected(*x)
-        runs = {impl: partial(attention, *x, law, impl=impl, **given) for impl in ("auto", "blocked", "decode")}
+        there = [y.to(device) for y in x]
+        given = {name: y.to(device) if isinstance(y, torch.Tensor) else y for name, y in given.items()}
+        runs = {impl: partial(attention, *there, law, impl=impl, **given) for impl in ("auto", "blocked", "decode")}
         if draw.random() < 0.2 and find_spec("triton") is not None:
-            problem = check(*x, law, **given)
+            problem = check(*there, law, **given)
             if problem.q.shape[2] <= decode.MOST_QUERIES and problem.turned and decode.kernel_refusal(problem) is None:
                 runs["kernel"] = partial(by_kernel, problem)
         for impl, run in runs.items():
@@ -228,14 +230,16 @@ def test_any_problem_is_solved_or_refused(name, fuzz):
             solved += 1
             close = max(CLOSE[dtype], 1e-4 if impl == "kernel" else 0) * max(1.0, float(out.abs().max()))
             where = f"{impl}, seed {seed}: {law.json}, {[tuple(y.shape) for y in x]}, {dtype}"
-            torch.testing.assert_close(found[0].double(), out, rtol=0, atol=close, msg=lambda m, w=where: f"{w}\n{m}")
+            torch.testing.assert_close(
+                found[0].double().cpu(), out, rtol=0, atol=close, msg=lambda m, w=where: f"{w}\n{m}"
+            )
             torch.testing.assert_close(
                 found[1].double(), lse, rtol=0, atol=3 * close, msg=lambda m, w=where: f"{w}\n{m}"
             )
         if dtype == torch.float64 and draw.random() < 0.5:
-            results = [gradients(solve, x) for solve in (partial(attention, law=law, **given), expected)]
-            for ours, truth in zip(*results, strict=True):
-                torch.testing.assert_close(ours, truth, rtol=0, atol=1e-8 * max(1.0, float(truth.abs().max())))
+            pairs = zip(gradients(partial(attention, law=law, **given), there), gradients(expected, x), strict=True)
+            for ours, truth in pairs:
+                torch.testing.assert_close(ours.cpu(), truth, rtol=0, atol=1e-8 * max(1.0, float(truth.abs().max())))
     assert solved > CASES * fuzz
 
 
@@ -243,7 +247,7 @@ def gradients(solve, x):
     """Of some number that depends on the output and the log-sum-exp of every row that sees something."""
     leaves = [y.detach().clone().requires_grad_() for y in x]
     out, lse = solve(*leaves)
-    weights = torch.arange(out.numel(), dtype=torch.float64).sin().view(out.shape)
+    weights = torch.arange(out.numel(), dtype=torch.float64).sin().view(out.shape).to(out.device)
     seen = torch.where(lse > -torch.inf, lse, 0.0)
     total = (out * weights).sum() + (seen * weights[..., 0]).sum()
     return torch.autograd.grad(total, leaves)

@@ -77,10 +77,10 @@ def alone(model, row):
 
     AttentionInterface.register(ORACLE, attend)
     AttentionMaskInterface.register(ORACLE, lambda *_, **__: None)
-    config, at = model.config, torch.tensor([row.at])
+    config, at = model.config, torch.tensor([row.at], device=model.device)
     before, config._attn_implementation = config._attn_implementation, ORACLE
     try:
-        return model(torch.tensor([row.ids]), position_ids=at, use_cache=False).logits[0]
+        return model(torch.tensor([row.ids], device=at.device), position_ids=at, use_cache=False).logits[0]
     finally:
         config._attn_implementation = before
 
@@ -127,8 +127,9 @@ def one_case(model, draw):
             arguments["attention_mask"] = torch.nn.functional.pad(mask, (0, room - mask.shape[1]), value=1)
         if all(row.kind == "slot" and row.start == 0 for row in rows) and draw.random() < 0.7:
             del arguments["position_ids"]
+        arguments = {name: x.to(model.device) for name, x in arguments.items()}
         try:
-            logits = model(ids, past_key_values=cache, **arguments).logits
+            logits = model(ids.to(model.device), past_key_values=cache, **arguments).logits
         except ConfigError:
             refused += 1
             assert not all(row.plain for row in rows), f"{rows} need not be refused"
@@ -149,7 +150,7 @@ def one_case(model, draw):
                     row.crop(kept)
         if draw.random() < 0.2:
             order = [draw.randrange(batch) for _ in rows]
-            cache.reorder_cache(torch.tensor(order))
+            cache.reorder_cache(torch.tensor(order, device=model.device))
             rows = [
                 Row(rows[i].kind, rows[i].start, *(list(x) for x in (rows[i].ids, rows[i].at, rows[i].slots)))
                 for i in order
@@ -159,9 +160,9 @@ def one_case(model, draw):
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "phi3", "gpt_oss", "smollm3"])
-def test_every_row_is_what_it_is_alone_or_is_refused(family, mode, fuzz):
+def test_every_row_is_what_it_is_alone_or_is_refused(family, mode, fuzz, device):
     parameters = {"layer_types": ["full_attention"] * 2} if family in ("gemma2", "gpt_oss") else {}
-    model = rpe3d.extend(make(family, **parameters), context=512, **LAW)
+    model = rpe3d.extend(make(family, **parameters).to(device), context=512, **LAW)
     compared = refused = 0
     for seed in range(CASES * fuzz):
         with mode():
