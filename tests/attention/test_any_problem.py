@@ -234,7 +234,7 @@ def test_any_problem_is_solved_or_refused(name, fuzz, device):
                 found[0].double().cpu(), out, rtol=0, atol=close, msg=lambda m, w=where: f"{w}\n{m}"
             )
             torch.testing.assert_close(
-                found[1].double(), lse, rtol=0, atol=3 * close, msg=lambda m, w=where: f"{w}\n{m}"
+                found[1].double().cpu(), lse, rtol=0, atol=3 * close, msg=lambda m, w=where: f"{w}\n{m}"
             )
         if dtype == torch.float64 and draw.random() < 0.5:
             pairs = zip(gradients(partial(attention, law=law, **given), there), gradients(expected, x), strict=True)
