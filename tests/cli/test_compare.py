@@ -123,7 +123,8 @@ def test_a_text_too_short_for_some_windows_is_named(folder, tmp_path, capsys):
     ]
 
 
-def test_differences_have_intervals_from_three_windows_on_that_do_not_overlap(folder, tmp_path, capsys):
+def test_differences_have_intervals_from_three_windows_on_that_do_not_overlap(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
     (tmp_path / "text.txt").write_text("abcde " * 220)
     argv = ("--laws", "rope,dca", "--against", "rope", "--lengths", "256,512", "--device", "cpu", "--texts")
     argv = (folder, *argv, tmp_path / "text.txt", "--measures", "ppl", "--windows")
