@@ -22,8 +22,8 @@ import tiny_lm
 from rpe3d.cli import main
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-SEQUENCES = int(os.environ.get("RPE3D_FUZZ", "8"))
-STEPS = 14
+SEQUENCES = int(os.environ.get("RPE3D_FUZZ", "6"))
+STEPS = 10
 TIMED = ("seconds", "tokens_per_second", "samples_per_minute")
 SHARED = {"--seed": "01", "--windows": "12", "--copies": "12", "--passkeys": "12"}
 SHARED |= {"--dtype": ("float32", "bfloat16"), "--protocol": ("windows", "sliding_new_tokens")}
@@ -123,6 +123,7 @@ CHANGES = {
     "data": lambda w: quietly(w.root / "data/hotpotqa.jsonl", swap(b"hotpotqa", b"hotpotQA")),
     "law": lambda w: law(w.root, 48 if '"chunk": 32' in (w.root / "my law.json").read_text() else 32),
 }
+EVAL_ONLY = ("template", "generation", "data")
 
 
 def predicted(world):
@@ -268,18 +269,25 @@ def contents(world):
     return {str(p.relative_to(out)): p.read_bytes() for p in out.rglob("*") if p.is_file() and p.name[0] != "."}
 
 
+def change(world, kind, draw):
+    """Change one thing that decides a row, and name it."""
+    if kind == "change":
+        name = draw.choice([name for name in CHANGES if world.verb == "eval" or name not in EVAL_ONLY])
+        CHANGES[name](world)
+        return name
+    name = draw.choice(list(world.options))
+    world.options[name] = draw.choice(KNOBS[world.verb][name])
+    return f"{name} {world.options[name]}"
+
+
 def step(player, draw):
     """One random thing, and what came of it."""
     world = player.world
-    kind = draw.choice(("change", "knob", "knob", "leftover", "run", "run", "interrupted", "interrupted", "overwrite"))
-    if kind == "change":
-        name = draw.choice(list(CHANGES))
-        CHANGES[name](world)
-        return name
-    if kind == "knob":
-        name = draw.choice(list(world.options))
-        world.options[name] = draw.choice(KNOBS[world.verb][name])
-        return f"{name} {world.options[name]}"
+    kind = draw.choice(
+        ("change", "change", "knob", "knob", "leftover", "run", "interrupted", "interrupted", "overwrite")
+    )
+    if kind in ("change", "knob"):
+        return f"{change(world, kind, draw)}; run: {player.run() if draw.random() < 0.6 else 'not now'}"
     if kind == "leftover":
         leave = draw.choice(HARMLESS * 2 + HARMFUL)
         player.doubtful |= leave in HARMFUL and world.results.exists()

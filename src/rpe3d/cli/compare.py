@@ -38,7 +38,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--batch", metavar="N", type=int, default=1, help="windows, or copies, in one forward; default 1")
     add_model_arguments(parser)
     add("--json", metavar="FILE", type=Path, help="keep the rows here; the same command goes on where it stopped")
-    add("--overwrite", action="store_true", help="start over where --json has results of something else")
+    add("--overwrite", action="store_true", help="remove all rows of --json, and start over")
     add("--against", metavar="LAW", help="a second table: every law less this one, with 95 %% intervals")
     add("--report", metavar="DIR", type=Path, help="a page with the table and its plots (and DIR/compare.json)")
 
