@@ -37,7 +37,7 @@ from rpe3d.evaluate.suites.checkpoint import own_length
 from rpe3d.evaluate.suites.data import load as load_data
 from rpe3d.evaluate.suites.generate import generator
 from rpe3d.evaluate.suites.measure import Means, predict, samples_of
-from rpe3d.evaluate.suites.predictions import read_records
+from rpe3d.evaluate.suites.predictions import Predictions, read_records
 from rpe3d.evaluate.suites.sample import Sample
 from rpe3d.evaluate.suites.under import laws_of, under
 from rpe3d.models.load import load
@@ -55,7 +55,7 @@ def ours(means: Means, task: tuple[str, str], length: int) -> tuple[list[str], f
     """Answers, and samples per minute, as a row of `rpe3d eval` has them."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "predictions.jsonl"
-        pace = predict(means, task, length, file, lambda part: None).pace
+        pace = predict(means, task, length, Predictions(path=file, made_from="benchmark"), lambda part: None).pace
         records = sorted(read_records(file), key=lambda record: int(record["index"]))
     assert pace is not None
     return [record["pred"] for record in records], pace

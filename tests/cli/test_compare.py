@@ -123,6 +123,20 @@ def test_a_text_too_short_for_some_windows_is_named(folder, tmp_path, capsys):
     ]
 
 
+def test_differences_have_intervals_from_three_windows_on_that_do_not_overlap(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    (tmp_path / "text.txt").write_text("abcde " * 220)
+    argv = ("--laws", "rope,dca", "--against", "rope", "--lengths", "256,512", "--device", "cpu", "--texts")
+    argv = (folder, *argv, tmp_path / "text.txt", "--measures", "ppl", "--windows")
+    assert run(*argv, 3) == 0
+    captured = capsys.readouterr()
+    table = captured.out[captured.out.index("less rope (95 % interval)") :]
+    assert [" .. " in line for line in table.splitlines() if "dca" in line] == [True, False]  # 512 tokens overlap
+    assert "note: a difference has no interval where there are fewer than three windows" in captured.err
+    assert run(*argv, 2) == 0
+    assert " .. " not in capsys.readouterr().out
+
+
 def test_the_report_lies_beside_its_results(folder, tmp_path, capsys, monkeypatch):
     from rpe3d.evaluate import report
 

@@ -54,6 +54,13 @@ def test_sliding_new_tokens_counts_each_token_once(model, texts, first):
     assert found == pytest.approx(expected, rel=1e-5)
 
 
+def test_sliding_windows_of_one_stride_do_not_score_what_has_no_context(model, texts):
+    """At 256 tokens every token of a window is new, and transformers' loss leaves out the first of each window."""
+    parts = [text.ids[at : at + 256] for text in texts for at in range(0, len(text.ids), 256)]
+    expected = math.exp(sum(own_loss(model, part) for part in parts) / len(parts))
+    assert perplexity(model, texts, 256, protocol="sliding_new_tokens") == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.parametrize("first", [(), (0,)])
 def test_windows_counts_every_predicted_token_the_same(model, texts, first):
     cut = PROTOCOLS["windows"](texts, LENGTH, 3, first)

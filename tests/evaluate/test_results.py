@@ -7,9 +7,10 @@ import json
 import pytest
 
 from rpe3d.config import ConfigError
+from rpe3d.evaluate.origin import made_from
 from rpe3d.evaluate.results import check, locked, read, rows_of, write_json
 
-ROW = {"law": "rope", "length": 256, "status": "ok"}
+ROW = {"law": "rope", "length": 256, "status": "ok", "made_from": made_from({"settings": {"seed": 0}})}
 CONTENT = {"schema": 1, "kind": "compare", "command": "x", "settings": {"seed": 0}, "rows": [ROW]}
 
 
@@ -38,6 +39,12 @@ def test_results_of_something_else_are_refused_unless_they_may_go(file):
     with pytest.raises(ConfigError, match=r"r\.json holds results of other settings: .* --overwrite"):
         check(file, other)
     assert rows_of(file, other, overwrite=True) == {}
+
+
+def test_rows_that_were_merged_by_hand_are_refused(file):
+    write_json(file, {**CONTENT, "rows": [{**ROW, "made_from": "something else"}]})
+    with pytest.raises(ConfigError, match=r"rope at 256 in .*r\.json was made from something else than the file says"):
+        rows_of(file, CONTENT, overwrite=False)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"schema": 2, "kind": "compare"}', "\ud800"])

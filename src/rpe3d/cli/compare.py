@@ -14,10 +14,12 @@ from rpe3d.cli.arguments import folder, laws, need, sizes
 from rpe3d.config import choice
 
 if TYPE_CHECKING:
+    from rpe3d.evaluate.paired import Difference
     from rpe3d.evaluate.row import Progress
 
 LAWS = "rope,yarn,dca,3d-rpe"
 LENGTHS = "8k,16k,32k"
+WITHOUT = "there are fewer than three windows or trials, or windows overlap: raise --windows, or give longer --texts"
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -36,7 +38,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--batch", metavar="N", type=int, default=1, help="windows, or copies, in one forward; default 1")
     add_model_arguments(parser)
     add("--json", metavar="FILE", type=Path, help="keep the rows here; the same command goes on where it stopped")
-    add("--overwrite", action="store_true", help="start over where --json has results of something else")
+    add("--overwrite", action="store_true", help="remove all rows of --json, and start over")
     add("--against", metavar="LAW", help="a second table: every law less this one, with 95 %% intervals")
     add("--report", metavar="DIR", type=Path, help="a page with the table and its plots (and DIR/compare.json)")
 
@@ -195,13 +197,19 @@ def print_differences(results: dict[str, Any], against: str) -> None:
     table.add_column("law", overflow="fold")
     for column in ("length", "ppl %", "tail ppl %", "copy nll", "passkey"):
         table.add_column(column, justify="right", no_wrap=True)
-    for row in paired(results, against):
-        shown = []
-        for name, scale in scales.items():
-            d = row.get(name)
-            shown.append(f"{scale * d.mean:+.2f} ({scale * d.low:+.2f} .. {scale * d.high:+.2f})" if d else "")
-        table.add_row(row["law"], str(row["length"]), *shown)
+    rows = paired(results, against)
+    for row in rows:
+        table.add_row(row["law"], str(row["length"]), *(_differing(row.get(name), k) for name, k in scales.items()))
     Console().print(table)
+    if any(name in row and row[name].low is None for row in rows for name in scales):
+        print(f"note: a difference has no interval where {WITHOUT}", file=sys.stderr)
+
+
+def _differing(difference: Difference | None, scale: float) -> str:
+    if difference is None:
+        return ""
+    bounds = [f"{scale * bound:+.2f}" for bound in (difference.low, difference.high) if bound is not None]
+    return f"{scale * difference.mean:+.2f}" + (f" ({' .. '.join(bounds)})" if bounds else "")
 
 
 def _short(number: float | None) -> str:

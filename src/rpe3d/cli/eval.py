@@ -42,7 +42,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--seed", metavar="N", type=int, default=0, help="of copies and passkeys; default 0")
     add_model_arguments(parser)
     add("--json", metavar="FILE", type=Path, help="keep rows here and predictions beside it; the same command goes on")
-    add("--overwrite", action="store_true", help="start over where --json has results of something else")
+    add("--overwrite", action="store_true", help="remove all rows and predictions of --json, and start over")
     add("--report", metavar="DIR", type=Path, help="a page with the tables (and DIR/eval.json)")
 
 

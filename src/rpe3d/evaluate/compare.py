@@ -1,8 +1,10 @@
 """Every law at every length on the same windows, copies and passkeys: one row each.
 
 Results, schema 1: {"schema": 1, "kind": "compare", "command", "model": {"name", "architecture", "parameters",
-"pretrained", "head_dim", "rope_theta", "dtype", "device"}, "versions": {package: version}, "settings": what was asked,
-"texts": [{"name", "sha256", "tokens"}], "rows": [as in row.py, laws x lengths in the order asked]}.
+"pretrained", "head_dim", "rope_theta", "dtype", "device", "fingerprint": {"weights", "config", "tokenizer"}: digests
+as in origin.py}, "versions": {package: version}, "settings": what was asked, "texts": [{"name", "sha256", "tokens"}],
+"rows": [as in row.py, laws x lengths in the order asked, each with "made_from": a digest of model, versions, settings
+and texts]}. Files without fingerprints, of rpe3d before them, can be read and reported on but are not resumed.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import torch
 
 from rpe3d import __version__
 from rpe3d.config import ConfigError
+from rpe3d.evaluate.origin import fingerprint, made_from
 from rpe3d.evaluate.ranks import ranks
 from rpe3d.evaluate.results import SCHEMA, locked, rows_of, write_json
 from rpe3d.evaluate.row import Bench, Progress, measure_row
@@ -60,7 +63,8 @@ def compare(
         "schema": SCHEMA,
         "kind": "compare",
         "command": command or shlex.join(sys.argv),
-        "model": about(model, name or model.config.name_or_path, facts),
+        "model": about(model, name or model.config.name_or_path, facts)
+        | {"fingerprint": fingerprint(model, tokenizer)},
         "versions": versions(),
         "settings": settings.to_dict(),
         "texts": [
@@ -83,10 +87,10 @@ def compare(
         kept = bench.ranks.together(partial(_earlier, held, writes, content, overwrite))[0]
         bench.total = sum(bench.work(length) for label, length in laws if (label, length) not in kept)
         entries = {entry.label: entry for entry in settings.entries}
-        rows = dict(kept)
+        rows, origin = dict(kept), {"made_from": made_from(content)}
         for place in [place for place in laws if place not in kept]:
             label, length = place
-            rows[place] = measure_row(bench, entries[label], length, laws[place])
+            rows[place] = measure_row(bench, entries[label], length, laws[place]) | origin
             content["rows"] = [rows[at] for at in laws if at in rows]  # with those of an earlier run that come later
             if writes is not None:
                 write_json(writes, content)
@@ -104,7 +108,7 @@ def _earlier(held: ExitStack, file: Path | None, content: dict[str, Any], overwr
 
 def versions() -> dict[str, str]:
     """What can change a number."""
-    packages = {package: version(package) for package in ("torch", "transformers")}
+    packages = {package: version(package) for package in ("torch", "transformers", "tokenizers")}
     return {"rpe3d": __version__, **packages, "python": platform.python_version()}
 
 

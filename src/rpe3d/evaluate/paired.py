@@ -1,7 +1,11 @@
-"""Whether one law is better than another: differences on the same windows and trials, with intervals.
+"""Whether one law is better than another: differences on the same windows and trials, with 95 % intervals.
 
 Windows differ far more from each other than laws do on one of them, so laws are compared window by window and trial by
-trial. The interval is the middle 95 % of the mean difference over bootstrap samples of the windows (trials).
+trial. All windows of a row count the same in its loss, so its difference from another row is the plain mean of the
+windows' differences, and Student's t gives the interval of that mean. Passkeys are right or wrong: their interval is
+that of Bonett and Price (2012, doi:10.3102/1076998611411915) for the difference of two paired proportions.
+
+Three items are the fewest that have an interval. Windows that overlap have none: they are not independent.
 """
 
 from __future__ import annotations
@@ -9,29 +13,31 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from statistics import NormalDist, stdev
 from typing import Any
-
-import numpy
 
 from rpe3d.config import choice
 
-SAMPLES = 10_000
+LEVEL = 0.95
+FEWEST = 3
 Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """How much higher a law's number is than the other law's, and between which bounds with 95 %."""
+    """How much higher a law's number is than the other law's, and between which bounds with 95 %, if that is known."""
 
     mean: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     n: int
 
     @property
     def clear(self) -> bool:
-        """The interval does not hold 0."""
-        return self.low > 0 or self.high < 0
+        """Whether there is an interval and it does not hold 0."""
+        return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
 
 
 MEASURES: dict[str, tuple[str, Callable[[Mapping[str, Any]], float]]] = {
@@ -64,12 +70,61 @@ def paired(results: Mapping[str, Any], against: str) -> list[dict[str, Any]]:
 def _difference(row: Row, other: Row, kind: str, number: Callable[[Any], float]) -> Difference | None:
     if not row[kind] or len(row[kind]) != len(other[kind]):
         return None
-    return bootstrap([number(a) - number(b) for a, b in zip(row[kind], other[kind], strict=True)])
+    values = [number(a) - number(b) for a, b in zip(row[kind], other[kind], strict=True)]
+    if kind == "passkeys":
+        return paired_shares(values)
+    if kind == "windows" and _overlap(row):
+        return Difference(mean=math.fsum(values) / len(values), low=None, high=None, n=len(values))
+    return mean_difference(values)
 
 
-def bootstrap(differences: Sequence[float]) -> Difference:
-    """The mean and its interval; always the same one for the same numbers."""
-    values = numpy.asarray(differences)
-    draw = numpy.random.default_rng(0).integers(len(values), size=(SAMPLES, len(values)))
-    low, high = numpy.quantile(values[draw].mean(1), (0.025, 0.975))
-    return Difference(mean=math.fsum(differences) / len(values), low=float(low), high=float(high), n=len(values))
+def _overlap(row: Row) -> bool:
+    """Whether two windows of the row share text. One token may be BOS, which is not of the text."""
+    places = sorted((window["text"], window["start"]) for window in row["windows"])
+    return any(a[0] == b[0] and b[1] - a[1] < row["length"] - 1 for a, b in pairwise(places))
+
+
+def mean_difference(differences: Sequence[float]) -> Difference:
+    """Return the mean and Student's t interval of it; none for fewer than three differences."""
+    n = len(differences)
+    mean = math.fsum(differences) / n
+    if n < FEWEST:
+        return Difference(mean=mean, low=None, high=None, n=n)
+    half = student(n - 1) * stdev(differences) / math.sqrt(n)
+    return Difference(mean=mean, low=mean - half, high=mean + half, n=n)
+
+
+def paired_shares(differences: Sequence[float]) -> Difference:
+    """Return the mean of differences that are -1, 0 or 1, and Bonett and Price's interval; none for fewer than three.
+
+    One more trial is counted for either side, so that trials which all agree do not make an interval of no width.
+    """
+    n = len(differences)
+    mean = math.fsum(differences) / n
+    if n < FEWEST:
+        return Difference(mean=mean, low=None, high=None, n=n)
+    better, worse = ((sum(d == side for d in differences) + 1) / (n + 2) for side in (1, -1))
+    half = NormalDist().inv_cdf((1 + LEVEL) / 2) * math.sqrt((better + worse - (better - worse) ** 2) / (n + 2))
+    low, high = better - worse - half, better - worse + half
+    return Difference(mean=mean, low=max(-1.0, low), high=min(1.0, high), n=n)
+
+
+@cache
+def student(freedom: int) -> float:
+    """Return the t that a mean of `freedom` + 1 normal numbers stays within 95 % of the time, by bisection."""
+    low, high = 0.0, 13.0  # 12.706 for one degree of freedom, and less for more
+    while high - low > 1e-9:
+        middle = (low + high) / 2
+        low, high = (middle, high) if _within(middle, freedom) < LEVEL else (low, middle)
+    return high
+
+
+def _within(t: float, freedom: int) -> float:
+    """Return P(|T| < t): the finite series of Abramowitz and Stegun, 26.7.3 (odd) and 26.7.4 (even)."""
+    angle = math.atan(t / math.sqrt(freedom))
+    odd = freedom % 2
+    term, total = math.cos(angle) if odd else 1.0, 0.0
+    for k in range(odd, freedom - 1, 2):
+        total += term
+        term *= math.cos(angle) ** 2 * (k + 1) / (k + 2)
+    return 2 / math.pi * (angle + math.sin(angle) * total) if odd else math.sin(angle) * total

@@ -103,7 +103,7 @@ def sliding_windows(texts: Sequence[Tokens], length: int, count: int | None, fir
         done = 0
         for start in range(0, len(text.ids), STRIDE):
             end = min(start + length - len(first), len(text.ids))
-            scored = end - done if done or first else end - 1
+            scored = min(end - done, len(first) + end - start - 1)  # the first token of a window has no context
             windows.append(Window(text=text.name, start=start, ids=text.ids[start:end], first=first, scored=scored))
             done = end
             if end == len(text.ids):

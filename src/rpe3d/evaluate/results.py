@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rpe3d.config import ConfigError
+from rpe3d.evaluate.origin import check_rows, check_same, made_from
 
 SCHEMA = 1
 
@@ -83,13 +84,8 @@ def check(path: Path, now: dict[str, Any]) -> None:
     """Refuse a file whose results are of something else than `now`, part by part; the command may differ."""
     _check_place(path)
     kept = read(path)
-    if kept is None:
-        return
-    for part in now:
-        if part not in ("command", "rows") and kept.get(part) != now[part]:
-            raise ConfigError(
-                f"{path} holds results of other {part}", "give --json another file, or --overwrite to start over"
-            )
+    if kept is not None:
+        check_same(path, kept, now)
 
 
 def rows_of(path: Path, now: dict[str, Any], overwrite: bool) -> dict[tuple[str, int], dict[str, Any]]:
@@ -99,4 +95,5 @@ def rows_of(path: Path, now: dict[str, Any], overwrite: bool) -> dict[tuple[str,
         return {}
     check(path, now)
     kept = read(path) or {"rows": []}
+    check_rows(path, [(row, made_from(now)) for row in kept["rows"]])
     return {(row["law"], row["length"]): row for row in kept["rows"] if row["status"] == "ok"}

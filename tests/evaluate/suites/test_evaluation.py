@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 import rpe3d
 from rpe3d.config import ConfigError
 from rpe3d.evaluate import Entry, Text, perplexity, tokenize
-from rpe3d.evaluate.suites import longbench
+from rpe3d.evaluate.suites import longbench, store
 from rpe3d.evaluate.suites.ask import Ask, parse_tasks
 from rpe3d.evaluate.suites.chat import Chat
 from rpe3d.evaluate.suites.data import Data
@@ -75,10 +76,10 @@ def test_right_answers_score_100_and_are_kept_in_upstreams_format(model, chat, t
     ]  # fmt: skip
     assert json.loads((tmp_path / "r.json").read_text()) == results
     lines = [json.loads(line) for line in (tmp_path / results["rows"][0]["predictions"]).read_text().splitlines()]
-    assert set(lines[0]) == {"index", "pred", "answers", "all_classes", "length"}
+    assert set(lines[0]) == {"index", "pred", "answers", "all_classes", "length", "made_from"}
     assert longbench.score("hotpotqa", lines).score == 100.0
     gsm = (tmp_path / results["rows"][2]["predictions"]).read_text().splitlines()
-    assert set(json.loads(gsm[0])) == {"index", "query", "gt", "prompt", "evaluation", "rpe3d_pred"}
+    assert set(json.loads(gsm[0])) == {"index", "query", "gt", "prompt", "evaluation", "rpe3d_pred", "made_from"}
 
 
 def test_an_interrupted_run_goes_on_where_it_was(model, chat, tmp_path):
@@ -124,9 +125,50 @@ def test_results_of_something_else_are_refused_or_replaced_when_asked(model, cha
     script = Scripted()
     (row,) = run(model, chat, file=file, generate=script, laws=mine, data=other, overwrite=True)["rows"]
     assert (row["n"], len(script.calls)) == (2, 2)
+
+
+def test_predictions_are_used_again_only_where_they_were_made_from_the_same(model, chat, tmp_path):
+    """Each line says what it was made from, so that it can be trusted even without its results file."""
+    file, again = tmp_path / "r.json", Scripted()
+    (row,) = run(model, chat, file=file, generate=Scripted())["rows"]
     file.unlink()
-    with pytest.raises(ConfigError, match=r"there are predictions in .* without results"):
-        run(model, chat, file=file, generate=Scripted(), laws=mine, data=other)
+    (resumed,) = run(model, chat, file=file, generate=again)["rows"]
+    assert (resumed["score"], again.calls) == (row["score"], [])
+    file.unlink()
+    before = (tmp_path / row["predictions"]).read_bytes()
+    with pytest.raises(ConfigError, match=r"line 1 of .*hotpotqa\.jsonl was predicted from another model"):
+        run(model, chat, file=file, generate=Scripted(), data={**DATA, HOTPOT: DATA[HOTPOT][:2]})
+    assert (tmp_path / row["predictions"]).read_bytes() == before
+
+
+def test_overwriting_some_rows_leaves_no_predictions_of_the_others(model, chat, tmp_path):
+    """Issue 20, point 10: the second model's row had the first model's score."""
+    file = tmp_path / "r.json"
+    run(model, chat, [HOTPOT, GSM], file, generate=Scripted())
+    torch.nn.init.zeros_(model.lm_head.weight)
+    run(model, chat, [HOTPOT], file, generate=Scripted(), overwrite=True)
+    script = Scripted()
+    run(model, chat, [HOTPOT, GSM], file, generate=script)
+    assert len(script.calls) == 2
+
+
+def test_a_checkpoints_own_law_is_not_the_law_of_that_name(model, chat, tmp_path):
+    """Without `--law` the row of an extended checkpoint has the name of its law, whatever its parameters are."""
+    rpe3d.extend(model, "dca", context=2048, chunk=32)
+    run(model, chat, file=tmp_path / "r.json", generate=Scripted())
+    dca = [Entry(label="dca", law="dca", parameters={})]
+    with pytest.raises(ConfigError, match="holds results of other laws"):
+        run(model, chat, file=tmp_path / "r.json", generate=Scripted(), laws=dca)
+
+
+def test_no_two_rows_share_a_predictions_file():
+    """Labels that differ in punctuation only, `ppl` and a folder called ppl, and results of two endings."""
+    rows = [
+        (law, "ppl", task) for law in ("my law", "my_law", "my/law", "my%20law") for task in ("", "ppl", "a b", "a_b")
+    ]
+    names = [Path("r.json"), Path("r"), Path("r.txt")]
+    found = [store.predictions_file(name, (law, 256, suite, task)) for name in names for law, suite, task in rows]
+    assert len(set(found)) == len(found)
 
 
 FULL = (

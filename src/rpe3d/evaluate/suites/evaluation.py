@@ -1,11 +1,15 @@
 """An evaluation: every law at every length on every task, one row each, with the predictions that it is made of.
 
-Results, schema 1: {"schema": 1, "kind": "eval", "command", "model": as in under.py, "versions", "settings": what every
-row was made with, "data": {"suite:task": [{"name", "sha256", "n"}]}, "laws": {"label at length": the law}, "rows":
-[{"law", "name", "parameters", "length", "context", "suite", "task", "metric", "score", "n", "empty", "status": "ok" |
-"out of memory" | "skipped: why", "seconds", "samples_per_minute", "batch", "predictions": a path beside the file}]}.
+Results, schema 1: {"schema": 1, "kind": "eval", "command", "model": as in under.py with "fingerprint": {"weights",
+"config", "tokenizer", "generation"}: digests as in origin.py, "versions", "settings": what every row was made with,
+"data": {"suite:task": [{"name", "sha256", "n"}]}, "laws": {"label at length": the law, null for the model as it is},
+"rows": [{"law", "name", "parameters", "length", "context", "suite", "task", "metric", "score", "n", "empty", "status":
+"ok" | "out of memory" | "skipped: why", "seconds", "samples_per_minute", "batch", "predictions": a path beside the
+file, "made_from": a digest of all that decides the row, which each line of its predictions carries as well}]}.
 Scores are percents, for `ppl` perplexities, for `copy` losses. Seconds are of the run that finished the row, with the
-making of its prompts under the first law, which the others share; samples per minute are of generation alone.
+making of its prompts under the first law, which the others share; samples per minute are of generation alone. The batch
+is that of the run that finished the row: it changes rounding only, so a run may be resumed with another.
+Files without fingerprints, of rpe3d before them, can be read but are not resumed.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +30,17 @@ import torch
 from rpe3d.config import ConfigError
 from rpe3d.evaluate.compare import silent, versions
 from rpe3d.evaluate.memory import out_of_memory
+from rpe3d.evaluate.origin import fingerprint, generation
 from rpe3d.evaluate.ranks import ranks
-from rpe3d.evaluate.results import SCHEMA, locked, write_json
+from rpe3d.evaluate.results import SCHEMA, locked, read, write_json
 from rpe3d.evaluate.row import OUT_OF_MEMORY, Progress
 from rpe3d.evaluate.suites import store
 from rpe3d.evaluate.suites.ask import PROBES, Ask, Task, title
-from rpe3d.evaluate.suites.chat import Chat
+from rpe3d.evaluate.suites.chat import TEMPLATE, Chat
 from rpe3d.evaluate.suites.data import Data
 from rpe3d.evaluate.suites.generate import Generator, generator
 from rpe3d.evaluate.suites.measure import Advance, Means, predict, probe
-from rpe3d.evaluate.suites.predictions import Score
+from rpe3d.evaluate.suites.predictions import Predictions, Score
 from rpe3d.evaluate.suites.under import Place, about, laws_of, own_parameters, under
 from rpe3d.evaluate.texts import Text
 from rpe3d.geometry import Law
@@ -62,16 +68,20 @@ def evaluate(
     is kept. `generate` may be another engine than the model's own.
     """
     laws = laws_of(model, ask.laws, ask.lengths)
+    template = chat.tokenizer.chat_template if chat.form == TEMPLATE else None
+    known = fingerprint(model, chat.tokenizer) | {"generation": generation(model, template)}
     content: dict[str, Any] = {
         "schema": SCHEMA,
         "kind": "eval",
         "command": command or shlex.join(sys.argv),
-        "model": about(model, name or model.config.name_or_path),
-        "versions": versions(),
-        "settings": ask.to_dict(chat.form),
+        "model": about(model, name or model.config.name_or_path) | {"fingerprint": known},
+        "versions": versions() | {package: _version(package) for package in ("wonderwords", "jieba")},
+        "settings": {**ask.to_dict(chat.form), "engine": _engine(generate)},
         "data": origins(data, texts),
         "laws": {
-            f"{label} at {length}": law.to_dict() for (label, length), law in laws.items() if isinstance(law, Law)
+            f"{label} at {length}": law and law.to_dict()
+            for (label, length), law in laws.items()
+            if not isinstance(law, ConfigError)
         },
         "rows": [],
     }
@@ -96,13 +106,13 @@ def evaluate(
         waiting.sort(key=lambda key: (ask.lengths.index(key[1]), ask.tasks.index(key[2:])))  # all laws on the same
         for done, key in enumerate(waiting):
             place, task = key[:2], key[2:]
-            kept = None if file is None else store.predictions_file(file, key)
+            kept = None if file is None else store.predictions(file, content, key)
             here.together(write)
 
             def advance(part: float, done: int = done, what: str = f"{place[0]} at {place[1]}: {title(task)}") -> None:
                 progress(what, done + part, len(waiting))
 
-            rows[key] = _row(means, place, laws[place], task, kept, advance)
+            rows[key] = _row(means, place, laws[place], task, kept, advance) | {"made_from": store.origin(content, key)}
             if file is not None and rows[key]["status"] == "ok":
                 rows[key]["predictions"] = str(store.predictions_file(Path(file.name), key))
         here.together(write)
@@ -116,10 +126,27 @@ def _earlier(
     if file is None:
         return None
     held.enter_context(locked(file))
-    before = store.check(file, content, overwrite)
-    if before is None:
-        store.start_over(file, keys, overwrite)
-    return before
+    if not overwrite:
+        return store.resumed(file, content, keys)
+    read(file, "eval")  # what is no results file is refused all the same
+    write_json(file, content)  # first: predictions without it would be refused after a kill
+    store.remove_predictions(file)
+    return None
+
+
+def _version(package: str) -> str | None:
+    """Return the version of a package that makes or scores some of the questions; None where it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _engine(generate: Generator | None) -> str:
+    """Return a name for what answers: the model's own `generate`, or the caller's function."""
+    if generate is None:
+        return "transformers"
+    return f"{generate.__module__}.{getattr(generate, '__qualname__', type(generate).__qualname__)}"
 
 
 def origins(data: Mapping[Task, Data], texts: Mapping[Task, Sequence[Text]]) -> dict[str, list[dict[str, Any]]]:
@@ -132,7 +159,7 @@ def origins(data: Mapping[Task, Data], texts: Mapping[Task, Sequence[Text]]) -> 
 
 
 def _row(
-    means: Means, place: Place, law: Law | ConfigError | None, task: Task, kept: Path | None, advance: Advance
+    means: Means, place: Place, law: Law | ConfigError | None, task: Task, kept: Predictions | None, advance: Advance
 ) -> Row:
     """One task under one law. A refusal, or running out of memory, is the row's result, not the end."""
     label, length = place
@@ -154,7 +181,7 @@ def _row(
 
 
 def _measured(
-    means: Means, law: Law | None, length: int, task: Task, kept: Path | None, advance: Advance
+    means: Means, law: Law | None, length: int, task: Task, kept: Predictions | None, advance: Advance
 ) -> Score | str:
     """The score, or the status of a row that has none."""
     try:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
@@ -21,7 +20,7 @@ from rpe3d.evaluate.suites.ask import Ask, Task, title
 from rpe3d.evaluate.suites.chat import Chat
 from rpe3d.evaluate.suites.data import Data
 from rpe3d.evaluate.suites.generate import Generator
-from rpe3d.evaluate.suites.predictions import Record, Score, append, kept
+from rpe3d.evaluate.suites.predictions import Predictions, Record, Score
 from rpe3d.evaluate.suites.sample import Sample
 from rpe3d.evaluate.texts import Text, check_tokens, opening, tokenize
 
@@ -65,7 +64,7 @@ def _samples(means: Means, task: Task, length: int) -> list[Sample]:
     return made
 
 
-def predict(means: Means, task: Task, length: int, file: Path | None, advance: Advance) -> Score:
+def predict(means: Means, task: Task, length: int, file: Predictions | None, advance: Advance) -> Score:
     """The task's score. Predictions reach `file` batch by batch, in the first process, and those in it are not redone.
 
     The longest prompts come first: what does not fit into memory shows at once, and prompts of a batch are alike.
@@ -73,7 +72,7 @@ def predict(means: Means, task: Task, length: int, file: Path | None, advance: A
     group, name = task
     samples = samples_of(means, task, length)
     writes = file if means.ranks.first else None
-    earlier = means.ranks.together(lambda: kept(writes) if writes else [])[0]
+    earlier = means.ranks.together(lambda: writes.kept() if writes else [])[0]
     done = {record["index"]: record for record in earlier}
     sizes = {i: sum(map(len, sample.prompts)) for i, sample in enumerate(samples)}
     waiting = sorted((i for i in sizes if i not in done), key=lambda i: -sizes[i])
@@ -91,9 +90,9 @@ def predict(means: Means, task: Task, length: int, file: Path | None, advance: A
     return replace(score, pace=pace)
 
 
-def _keep(file: Path | None, records: Sequence[Record]) -> None:
+def _keep(file: Predictions | None, records: Sequence[Record]) -> None:
     if file is not None:
-        append(file, records)
+        file.append(records)
 
 
 def _records(means: Means, samples: Sequence[Sample], task: Task, batches: Sequence[Sequence[int]]) -> list[Record]:
@@ -110,7 +109,7 @@ def _records(means: Means, samples: Sequence[Sample], task: Task, batches: Seque
     return records
 
 
-def probe(means: Means, task: Task, length: int, file: Path | None, advance: Advance) -> Score:
+def probe(means: Means, task: Task, length: int, file: Predictions | None, advance: Advance) -> Score:
     """Perplexity, copying or passkeys, as `rpe3d compare` measures them; what each trial gave is kept in `file`."""
     group, _ = task
     ask = means.ask
@@ -140,7 +139,7 @@ def probe(means: Means, task: Task, length: int, file: Path | None, advance: Adv
         raise ConfigError(f"{title(task)} gave no finite number", "the model's likelihoods are NaN or infinite")
     writes = file if means.ranks.first else None
     if writes is not None:
-        writes.unlink(missing_ok=True)
+        writes.path.unlink(missing_ok=True)
     means.ranks.together(partial(_keep, writes, records))
     return score
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import gzip
 import json
 import lzma
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rpe3d.config import ConfigError
+from rpe3d.evaluate.origin import START_OVER
 from rpe3d.evaluate.texts import OPENERS
 
 Record = Mapping[str, Any]
@@ -88,7 +90,34 @@ def kept(path: Path) -> list[Record]:
     if not path.exists():
         return []
     raw = path.read_bytes()
-    whole = raw[: raw.rfind(b"\n") + 1]
-    if len(whole) < len(raw):
-        path.write_bytes(whole)
-    return read_records(path) if whole.strip() else []
+    whole = raw.rfind(b"\n") + 1
+    if whole < len(raw):
+        os.truncate(path, whole)
+    return read_records(path) if raw[:whole].strip() else []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predictions:
+    """A row's predictions on disk: every line says what it was made from, and lines of something else are refused."""
+
+    path: Path
+    made_from: str
+
+    def check(self) -> None:
+        """Refuse a file with lines that were made from something else, and leave it as it is."""
+        if not self.path.exists():
+            return
+        *whole, _ = self.path.read_bytes().split(b"\n")  # a kill may have cut the last line short
+        for number, line in enumerate(whole, 1):
+            where = f"line {number} of {self.path}"
+            if line.strip() and _parsed(line, where, START_OVER).get("made_from") != self.made_from:
+                raise ConfigError(f"{where} was predicted from another model, other settings or other data", START_OVER)
+
+    def kept(self) -> list[Record]:
+        """Return the records of an earlier run from the same."""
+        self.check()
+        return kept(self.path)
+
+    def append(self, records: Sequence[Record]) -> None:
+        """Add records, each with what it was made from."""
+        append(self.path, [{**record, "made_from": self.made_from} for record in records])
