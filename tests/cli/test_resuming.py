@@ -1,7 +1,7 @@
 """A fuzzer of resuming: whatever changed since, rows are those of a fresh run, or a refusal that loses nothing.
 
-The oracle is the same command in an empty folder. `RPE3D_FUZZ=200 pytest tests/cli/test_resuming.py` plays that many
-sequences of each verb; a failure names its seed and its steps.
+The oracle is the same command in an empty folder. A failure names its seed and its steps; `--fuzz N` plays N times as
+many sequences.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import tiny_lm
 from rpe3d.cli import main
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-SEQUENCES = int(os.environ.get("RPE3D_FUZZ", "6"))
+SEQUENCES = 6
 STEPS = 10
 TIMED = ("seconds", "tokens_per_second", "samples_per_minute")
 SHARED = {"--seed": "01", "--windows": "12", "--copies": "12", "--passkeys": "12"}
@@ -300,10 +300,13 @@ def step(player, draw):
     )
 
 
+def pytest_generate_tests(metafunc):
+    if "seed" in metafunc.fixturenames:
+        metafunc.parametrize("seed", range(SEQUENCES * metafunc.config.getoption("--fuzz")))
+
+
 @pytest.mark.parametrize("verb", ["compare", "eval"])
-@pytest.mark.parametrize("seed", range(SEQUENCES))
 def test_rows_are_those_of_a_fresh_run_or_a_refusal_loses_nothing(base, tmp_path, monkeypatch, capsys, verb, seed):
-    """Issue 20: never silently wrong, whatever changed between two runs of a command."""
     from rpe3d.evaluate.suites import generate
 
     answers = generate._answers

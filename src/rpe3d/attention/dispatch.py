@@ -143,7 +143,7 @@ def _prefill(x: Inputs, *, asked: bool) -> tuple[Tensor, Tensor]:
 
 def _blocked(x: Inputs, backend: str | None) -> tuple[Tensor, Tensor]:
     runs = list(spans(x))
-    # No library has softcap, few have values of another size, none float64 on CUDA; these, positions without a schedule,
+    # No library has softcap, few values of another size, none float64 on CUDA; these, positions without a schedule,
     # and a batch of padding alone are tiled.
     foreign = x.softcap is not None or x.v.shape[3] != x.q.shape[3] or (x.q.is_cuda and x.q.dtype == torch.float64)
     if foreign or None in runs or not runs:
