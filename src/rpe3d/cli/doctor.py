@@ -28,12 +28,14 @@ def run(arguments: Namespace) -> int:
     need("cli", "rich")
     import torch
 
+    from rpe3d.models.devices import has_cuda
+
     devices = {"cpu": torch.float32}
     machine = {"python": platform.python_version(), "cpu threads": str(torch.get_num_threads())}
     for package in ("torch", "triton", "transformers", "peft"):
         machine[package] = _version(package)
     machine["cuda"] = "no device"
-    if torch.cuda.is_available():
+    if has_cuda():
         machine["cuda"] = torch.cuda.get_device_name()
         devices["cuda"] = torch.bfloat16
     rows = [row for device, dtype in devices.items() for row in _choices(device, dtype)]

@@ -17,6 +17,7 @@ from urllib.request import getproxies
 import torch
 
 from rpe3d.config import ConfigError
+from rpe3d.models.devices import has_cuda, present
 from rpe3d.models.failures import CHOICES, check_complete, explained, first_line, need
 from rpe3d.models.gguf import converted, default_gguf
 
@@ -89,12 +90,11 @@ def _located(name: str) -> tuple[str, str, list[str]]:
 
 def _placement(device: str | torch.device | None, dtype: torch.dtype | None) -> tuple[torch.device, torch.dtype]:
     """Where the model goes and in which type, checked before any file is opened."""
-    cuda = torch.cuda.is_available()
     try:
-        place = torch.device(device if device is not None else "cuda" if cuda else "cpu")
+        place = torch.device(device if device is not None else "cuda" if has_cuda() else "cpu")
     except RuntimeError:
         raise ConfigError(f"device {device!r} is not known", "give cpu, cuda or cuda:1") from None
-    if place.type == "cuda" and not (cuda and (place.index or 0) < torch.cuda.device_count()):
+    if not present(place):
         raise ConfigError(f"device {place} is not on this machine", "give cpu, or leave the device out")
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype} cannot hold a model's weights", f"give one of {', '.join(map(str, DTYPES))}")

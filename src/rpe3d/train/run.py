@@ -15,6 +15,7 @@ import torch
 
 from rpe3d.config import ConfigError, choice
 from rpe3d.models import extend, law_of
+from rpe3d.models.devices import has_cuda
 from rpe3d.models.extend import check_savable
 from rpe3d.models.load import Loaded, load
 from rpe3d.models.registry import needs_attention
@@ -49,7 +50,7 @@ def train(
 
     The same call goes on where an earlier one stopped. `note` is called with what a user should be told.
     """
-    kind = choice("device", device or ("cuda" if torch.cuda.is_available() else "cpu"), ("cpu", "cuda"))
+    kind = choice("device", device or ("cuda" if has_cuda() else "cpu"), ("cpu", "cuda"))
     corpus = open_corpus(settings.data, settings.split)
     state = _processes(kind)
     first = state is None or state.process_index == 0
