@@ -5,8 +5,10 @@ Loading and saving again would round bfloat16 weights up to float32, join shards
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,18 @@ INDEX = "model.safetensors.index.json"
 TEMPLATES = "additional_chat_templates"
 OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json")
 """Endings of files that hold the weights in another form, or again."""
+
+READ = (".json", ".safetensors", ".model", ".txt", ".jinja", ".py")
+"""Endings of files that change what a model is given or makes of it."""
+
+
+def sha256(path: Path) -> str:
+    """Return the digest of a file, read in blocks."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def weight_files(folder: Path) -> list[str]:
@@ -36,8 +50,9 @@ def origin(source: str) -> Path | None:
         return None
     from transformers.utils import cached_file
 
-    found = cached_file(source, CONFIG, local_files_only=True, _raise_exceptions_for_missing_entries=False)
-    return None if found is None else Path(found).parent
+    with suppress(OSError):  # nothing of that name is there: loading it says so
+        return Path(cached_file(source, CONFIG, local_files_only=True)).parent
+    return None
 
 
 def can_be_copied(folder: Path, model: Any) -> bool:
@@ -67,3 +82,17 @@ def copy_with_config(folder: Path, model: Any, context: int, out: Path) -> None:
         content = json.loads(tokenizer.read_text(encoding="utf-8")) | {"model_max_length": context}
         tokenizer.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     model.config.to_json_file(out / CONFIG, use_diff=True)
+
+
+def fingerprint(name: str) -> str | None:
+    """Return a digest of what a model's name stands for: weights, config, tokenizer; None before it is downloaded."""
+    from rpe3d.models.gguf import default_gguf
+
+    path = default_gguf() if name == "default" else Path(name).expanduser()
+    if path.is_file():
+        return sha256(path)
+    folder = origin(name)
+    if folder is None:
+        return None
+    files = sorted(path for path in folder.iterdir() if path.suffix in READ and path.name != "generation_config.json")
+    return hashlib.sha256("".join(f"{path.name} {sha256(path)}\n" for path in files).encode()).hexdigest()

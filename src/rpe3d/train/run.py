@@ -15,11 +15,12 @@ import torch
 
 from rpe3d.config import ConfigError, choice
 from rpe3d.models import extend, law_of
+from rpe3d.models.checkpoint import fingerprint
 from rpe3d.models.devices import has_cuda
 from rpe3d.models.extend import check_savable
 from rpe3d.models.load import Loaded, load
 from rpe3d.models.registry import needs_attention
-from rpe3d.train import folder
+from rpe3d.train import folder, sound
 from rpe3d.train.attention import TrainingAttention, training_attention
 from rpe3d.train.batches import Steps
 from rpe3d.train.chat import Chats
@@ -56,11 +57,14 @@ def train(
     first = state is None or state.process_index == 0
     result = out / ("model" if settings.method == "full" else "adapter")
     with folder.locked(out) if first else nullcontext():
+        asked = _asked(settings, corpus) if first else {}
         if first:
-            folder.check_run(out, _asked(settings, corpus))
+            folder.check_training(out, asked, result)
+            if folder.finished_steps(out, result) != settings.total_steps:
+                sound.set_damaged_aside(out, note)
         if state is not None:
             state.wait_for_everyone()
-        if result.exists():
+        if (finished := folder.finished_steps(out, result)) == settings.total_steps:
             note(f"{result} is finished already")
             return result
         bf16 = settings.precision == "bf16" or (settings.precision is None and kind != "cpu")
@@ -73,15 +77,21 @@ def train(
         for text in loaded.notes:
             note(text)
         trainer = _prepared(settings, out, corpus, loaded, kind, bf16, progress)
-        if first:
-            folder.sweep(out)
-            folder.write_json(out / folder.ASKED, _asked(settings, corpus))
         last = folder.last_checkpoint(out)
+        if first:
+            asked["model_sha256"] = asked["model_sha256"] or fingerprint(settings.model)  # it may have been downloaded
+            folder.check_training(out, asked, result)
+            folder.sweep(out)
+            folder.write_json(out / folder.ASKED, {**asked, folder.FINISHED: finished})
+            if last is None:
+                (out / "log.csv").unlink(missing_ok=True)  # of a run that left nothing else
         if last is not None:
-            note(f"goes on from {last.name}")
+            note(f"resumes from {last.name}")
         with _quiet(), _attention(trainer, loaded.model, settings):
             trainer.train(resume_from_checkpoint=None if last is None else str(last))
         _finish(trainer, loaded, settings, out, result, note)
+        if first:
+            folder.write_json(out / folder.ASKED, {**asked, folder.FINISHED: settings.total_steps})
     return result
 
 
@@ -105,7 +115,8 @@ def _asked(settings: Settings, corpus: Corpus) -> dict[str, Any]:
     """What makes a run this one and not another."""
     asked = {name: value for name, value in settings.to_dict().items() if name not in FREE}
     data = {"data": [base_name(name) for name in settings.data], "documents": len(corpus)}
-    return {**asked, "model": base_name(settings.model), **data}
+    prints = {"model_sha256": fingerprint(settings.model), "data_sha256": corpus.fingerprint()}
+    return {**asked, "model": base_name(settings.model), **data, **prints}
 
 
 def _prepared(
@@ -133,7 +144,7 @@ def _prepared(
     steps = Steps(
         samples=_samples(settings, corpus, loaded.tokenizer, place),
         settings=settings,
-        done=0 if last is None else int(last.name.partition("-")[2]),
+        done=0 if last is None else folder.step_of(last),
         process=index,
         processes=count,
         parallel=sequence_parallel(settings.sequence_parallel),
