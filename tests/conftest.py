@@ -27,6 +27,12 @@ with suppress(ImportError):  # the tests of serving do without
     settings.load_profile("any machine")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--fuzz", type=int, default=1, help="How many times as many random cases as usual the fuzzers draw"
+    )
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)

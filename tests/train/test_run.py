@@ -312,9 +312,10 @@ def test_a_run_resumes_from_the_last_checkpoint_that_is_sound(asked, tmp_path, d
     """A NaN that was saved stopped every later run; now it costs the steps since the checkpoint before."""
     again, name = tmp_path / "again", "adapter/adapter_model.safetensors"
     whole = run(asked, tmp_path / "whole", steps=3).joinpath("adapter_model.safetensors").read_bytes()
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("rpe3d.train.run._finish", lambda *_: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr("rpe3d.train.run._finish", lambda *_: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
         run(asked, again, steps=2)
+    monkeypatch.undo()
     why = damage(again / "checkpoint-2")
     said = []
     train(Settings(**asked | QUICK | {"steps": 3}), again, device="cpu", note=said.append)
