@@ -173,28 +173,34 @@ def sharded():
 
 
 def main():
-    codes = []
-    for job in json.loads(sys.argv[1]):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        children = []
-        for rank in range(job.get("processes", 1)):
-            child = os.fork()
-            if child == 0:
-                code = 70
-                try:
-                    code = work(job, rank, port)
-                except BaseException:
-                    import traceback
+    """The jobs of the command line, or those that come line by line: each is answered with its exit codes."""
+    if len(sys.argv) > 1:
+        print(json.dumps([done(job) for job in json.loads(sys.argv[1])]))
+        return
+    for line in sys.stdin:
+        print(json.dumps(done(json.loads(line))), flush=True)
 
-                    traceback.print_exc()
-                finally:
-                    sys.stderr.flush()
-                    os._exit(code)
-            children.append(child)
-        codes.append([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children])
-    print(json.dumps(codes))
+
+def done(job):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    children = []
+    for rank in range(job.get("processes", 1)):
+        child = os.fork()
+        if child == 0:
+            code = 70
+            try:
+                code = work(job, rank, port)
+            except BaseException:
+                import traceback
+
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        children.append(child)
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 
 
 if __name__ == "__main__":
