@@ -22,10 +22,10 @@ from safetensors.torch import load_file, save_file
 
 LIVES = 4  # about half a minute on one core
 COMMANDS = 4
-EVENTS = 60  # forwards, writes and renames in a run of five steps
+EVENTS = (8, 24, 48)  # forwards, writes and renames: in a step, until a checkpoint, in a run of four steps
 SMALL = {"length": 64, "steps": 4, "batch": 2, "mix": 2, "warmup": 1, "save_every": 2, "gradient_checkpointing": False}
 CHANGES = {
-    "data": (0, 1, 2),
+    "data": (0, 1, 2, 3),
     "weights": (0, 1),
     "seed": (0, 1),
     "learning_rate": (1e-2, 5e-3),
@@ -34,7 +34,7 @@ CHANGES = {
     "batch": (2, 4),
     "schedule": ("constant", "cosine"),
 }
-"""What may be changed, and to what. Data 2 is too short to train on."""
+"""What may be changed, and to what. Data 2 is too short to train on; data 3 differs at an end that is seldom read."""
 RESULT = "adapter/adapter_model.safetensors"
 
 
@@ -69,9 +69,9 @@ class Workshop:
             (place / "data" / "0.txt").write_text("too short")
         else:
             shutil.copytree(self.asked["data"][0], place / "data")
-            if world["data"] == 1:
-                text = (place / "data" / "1.txt").read_text()
-                (place / "data" / "1.txt").write_text(text[:40] + "S" + text[41:])
+            text = (place / "data" / "1.txt").read_text()
+            at = {0: len(text), 1: 40, 3: 500}[world["data"]]
+            (place / "data" / "1.txt").write_text(text[:at] + text[at:].upper())
         if not (place / "model").exists():
             shutil.copytree(self.asked["model"], place / "model")
         weights = load_file(Path(self.asked["model"]) / "model.safetensors")
@@ -119,6 +119,11 @@ def may_refuse(world, owner, out):
     return bool(differing)
 
 
+def may_be_taken(world, owner):
+    """Whether a command that has a reason to refuse may find that there is none: the data read so far is the same."""
+    return all(world[key] == owner[key] for key in world if key != "data")
+
+
 def live(workshop, draw, place):
     """One life; returns what happened, for a failure to show."""
     world = {key: values[0] for key, values in CHANGES.items()}
@@ -133,7 +138,7 @@ def live(workshop, draw, place):
             world[what] = draw.choice(CHANGES[what])
         how = {} if last else draw.choice([{}, {"nan": [0, draw.randint(1, 4)]}] + 3 * [{"kill": 1}])
         if "kill" in how:
-            how = {"kill": ["event", draw.randint(1, EVENTS)]}
+            how = {"kill": ["event", draw.randint(1, draw.choice(EVENTS))]}
         reason, before = may_refuse(world, owner, out), kept(out)
         code, said = workshop.run(world, place, **how)
         story.append(({key: world[key] for key in world if world[key] != owner[key]}, how, code, said))
@@ -150,8 +155,9 @@ def live(workshop, draw, place):
         if not reason:
             assert ": " in said or code != 1, story
             owner = world
-        else:
-            assert code == 1, story
+        elif code != 1:
+            assert may_be_taken(world, owner), story
+            owner = world
         if workshop.undisturbed(owner) is None:  # data to train on
             owner = owner | {"data": 0}
     assert code == 0, story

@@ -16,6 +16,7 @@ from rpe3d.config import ConfigError
 from rpe3d.models import load_adapter
 from rpe3d.models.load import load
 from rpe3d.train import Settings, merge, train
+from rpe3d.train.samples import shuffled
 from rpe3d.train.trainer import LawTrainer
 
 # PEFT 0.18 takes every Llama for one with tied embeddings.
@@ -379,6 +380,23 @@ def test_a_schedule_that_ends_with_the_last_step_takes_no_more_of_them(asked, tm
     assert "only a constant schedule" in caught.value.hint
 
 
+def test_a_line_that_stops_a_run_can_be_mended_and_the_run_resumes(asked, tmp_path):
+    """Only what was read until the checkpoint has to be the same; the order of the lines is the shuffled one."""
+    file = tmp_path / "a.jsonl"
+    lines = [json.dumps({"text": f"{i} sun moon star " * 12}) + "\n" for i in range(12)]
+    given = {"data": [str(file)], "steps": 20, "mix": 1, "length": 64}
+    last = shuffled(12, asked.get("seed", 0), 0)[-1]
+    file.write_text("".join([*lines[:last], '{"text": \n', *lines[last + 1 :]]))
+    with pytest.raises(ConfigError, match=f"line {last + 1} of .* is not JSON"):
+        run(asked, tmp_path / "run", **given)
+    assert names_in(tmp_path / "run", "checkpoint-*")
+    file.write_text("".join(lines))
+    resumed = run(asked, tmp_path / "run", **given)
+    name = "adapter_model.safetensors"
+    assert (resumed / name).read_bytes() == (run(asked, tmp_path / "fresh", **given) / name).read_bytes()
+    assert losses(tmp_path / "run") == losses(tmp_path / "fresh")
+
+
 @pytest.mark.parametrize("what", ["data", "model"])
 def test_data_or_weights_that_changed_under_their_name_are_another_run(asked, tmp_path, what):
     data, model = (tmp_path / name for name in ("data", "model"))
@@ -386,12 +404,12 @@ def test_data_or_weights_that_changed_under_their_name_are_another_run(asked, tm
     shutil.copytree(asked["model"], model)
     given = {"data": [str(data)], "model": str(model)}
     run(asked, tmp_path / "run", **given)
-    file = {"data": data / "0.txt", "model": model / "model.safetensors"}[what]
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
-    with pytest.raises(ConfigError, match=f"holds a run that differs in {what}_sha256"):
-        run(asked, tmp_path / "run", steps=3, **given)
-    content[-1] ^= 1
-    file.write_bytes(content)
+    files = {path: path.read_bytes() for path in (data.iterdir() if what == "data" else model.glob("*.safetensors"))}
+    for path, content in files.items():
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]) if what == "model" else content.replace(b"s", b"S", 1))
+    for steps in (2, 3):
+        with pytest.raises(ConfigError, match=f"holds a run that differs in {what}_sha256"):
+            run(asked, tmp_path / "run", steps=steps, **given)
+    for path, content in files.items():
+        path.write_bytes(content)
     run(asked, tmp_path / "run", steps=3, **given)

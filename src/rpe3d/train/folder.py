@@ -26,7 +26,9 @@ UNFINISHED = ".unfinished"
 KEPT = 2
 FINISHED = "finished"
 """The key of run.json for the number of steps that the result was trained for."""
-FINGERPRINTS = ("model_sha256", "data_sha256")
+DATA = ("data_sha256", "documents")
+"""Keys of run.json that may change as long as the changed data was not read."""
+FINGERPRINTS = ("model_sha256", *DATA)
 REPEAT = "repeat its command, or give --out a new folder"
 HINT = "make room or give --out another place; the same command resumes from the last checkpoint"
 
@@ -99,14 +101,15 @@ def check_training(folder: Path, asked: dict[str, Any], result: Path) -> None:
     """Refuse a folder in which a training run cannot start or resume.
 
     A run that left neither checkpoint nor result has nothing to lose: any command may start anew in its folder. More
-    or fewer steps are no other run where the learning rate does not depend on their number.
+    or fewer steps are no other run where the learning rate does not depend on their number. A fingerprint that is None
+    is not known yet.
     """
     before = asked_before(folder)
     made = max([finished_steps(folder, result), *(step_of(path) for path in checkpoints(folder))])
     if before is None or not made:
         check_run(folder, before or asked)
         return
-    unknown = {key for key in FINGERPRINTS if asked[key] is None or before.get(key) is None}
+    unknown = {key for key in FINGERPRINTS if asked.get(key) is None or before.get(key) is None}
     check_run(folder, asked, ignored={"steps", FINISHED} | unknown)
     if asked["steps"] == before["steps"]:
         return

@@ -7,7 +7,8 @@ import logging
 import os
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from rpe3d.train.chat import Chats
 from rpe3d.train.corpus import Corpus, open_corpus
 from rpe3d.train.log import Progress, Watch, draw_loss, rows_of
 from rpe3d.train.lora import base_name, save_trained, trainable
-from rpe3d.train.samples import Place, Sample
+from rpe3d.train.samples import READ, Place, Sample, read_so_far
 from rpe3d.train.settings import FREE, Settings
 from rpe3d.train.trainer import LawTrainer, training_arguments
 from rpe3d.train.ulysses import sequence_parallel
@@ -59,8 +60,9 @@ def train(
     with folder.locked(out) if first else nullcontext():
         asked = _asked(settings, corpus) if first else {}
         if first:
-            folder.check_training(out, asked, result)
-            if folder.finished_steps(out, result) != settings.total_steps:
+            over = folder.finished_steps(out, result) == settings.total_steps
+            folder.check_training(out, asked if over else {**asked, **dict.fromkeys(folder.DATA)}, result)
+            if not over:
                 sound.set_damaged_aside(out, note)
         if state is not None:
             state.wait_for_everyone()
@@ -80,7 +82,8 @@ def train(
         last = folder.last_checkpoint(out)
         if first:
             asked["model_sha256"] = asked["model_sha256"] or fingerprint(settings.model)  # it may have been downloaded
-            folder.check_training(out, asked, result)
+            unread = last is not None and _reads_the_same(settings, corpus, loaded.tokenizer, last)
+            folder.check_training(out, {**asked, **dict.fromkeys(folder.DATA)} if unread else asked, result)
             folder.sweep(out)
             folder.write_json(out / folder.ASKED, {**asked, folder.FINISHED: finished})
             if last is None:
@@ -140,7 +143,7 @@ def _prepared(
     model = trainable(model, settings)
     index, count = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if _started() else (0, 1)
     last = folder.last_checkpoint(out)
-    place: Place = {} if last is None else json.loads((last / folder.PLACE).read_text(encoding="utf-8"))
+    place = {} if last is None else _place_of(last)
     steps = Steps(
         samples=_samples(settings, corpus, loaded.tokenizer, place),
         settings=settings,
@@ -148,9 +151,27 @@ def _prepared(
         process=index,
         processes=count,
         parallel=sequence_parallel(settings.sequence_parallel),
+        read=place.get(READ, ""),
     )
     arguments = training_arguments(settings, out, steps, device, bf16)
     return LawTrainer(model, arguments, steps, [Watch(out, progress)])
+
+
+def _reads_the_same(settings: Settings, corpus: Corpus, tokenizer: Any, last: Path) -> bool:
+    """Whether all that was learned until a checkpoint would be read again, so that data changed behind it alone."""
+    before = folder.asked_before(last.parent) or {}
+    if before.get("data_sha256") == corpus.fingerprint():
+        return True
+    samples, read = iter(_samples(settings, corpus, tokenizer, {})), ""
+    with suppress(ConfigError):
+        for _ in range(folder.step_of(last)):
+            read = read_so_far(read, islice(samples, settings.batch))
+    return read == _place_of(last).get(READ)
+
+
+def _place_of(checkpoint: Path) -> Place:
+    place: Place = json.loads((checkpoint / folder.PLACE).read_text(encoding="utf-8"))
+    return place
 
 
 def _started() -> bool:
