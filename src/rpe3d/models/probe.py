@@ -147,8 +147,12 @@ def _watch(model: Any, config: Any, family: str, position: int) -> list[Seen]:
 
 
 def not_finite(model: Any) -> str | None:
-    """Name the first weight that holds NaN or infinity, in words; None where all numbers are finite."""
-    for name, tensor in model.state_dict().items():
+    """Name the first weight that holds NaN or infinity, in words; None where all numbers are finite.
+
+    Looks at what this process holds: not at weights that are offloaded, nor at other processes' parts of them.
+    """
+    for name, whole in [*model.named_parameters(), *model.named_buffers()]:
+        tensor = whole.to_local() if hasattr(whole, "to_local") else whole
         if tensor.is_floating_point() and tensor.device.type != "meta" and not (finite := tensor.isfinite()).all():
             return f"{name} holds {int((~finite).sum())} that are NaN or infinite"
     return None
