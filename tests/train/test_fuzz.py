@@ -173,5 +173,5 @@ def workshop(asked, tmp_path_factory):
 
 def test_a_run_ends_as_if_nothing_had_happened_or_refuses_and_loses_nothing(workshop, tmp_path, request):
     for seed in range(LIVES * request.config.getoption("--fuzz")):
-        live(workshop, random.Random(f"life {seed}"), tmp_path / str(seed))
+        live(workshop, random.Random(f"story {seed}"), tmp_path / str(seed))
         shutil.rmtree(tmp_path / str(seed))

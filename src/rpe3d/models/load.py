@@ -59,7 +59,12 @@ def load(
         source, target, notes = _located(name)
     with explained(source, hub=not os.path.exists(source)):
         model, tokenizer, said = _pretrained(target, kind, trust_remote_code, with_tokenizer)
-        return Loaded(model=model.to(place), tokenizer=tokenizer, source=source, notes=(*notes, *said))
+        try:
+            model = model.to(place)
+        except RuntimeError as error:  # too little memory, or a driver that is too old
+            hint = "give another device, or a dtype that needs less memory"
+            raise ConfigError(f"cannot put {source} on {place} ({first_line(error)})", hint) from error
+    return Loaded(model=model, tokenizer=tokenizer, source=source, notes=(*notes, *said))
 
 
 def condense(config: Any) -> list[str]:
