@@ -17,6 +17,7 @@ from rpe3d.cli import VERBS, Parser
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "recipes" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 IDS = [str(path.relative_to(ROOT)) for path in PAGES]
+OTHERS = {"--fuzz"}  # pytest's, by tests/conftest.py
 HUB = re.compile(r'from_pretrained\("[\w-]+/[\w.-]+"\)')
 
 
@@ -109,9 +110,6 @@ def test_flags_in_sentences_exist(page):
         elif flags and not re.match(r"(pip|pytest|accelerate|git|python|make|cargo|vllm) ", code):
             every = {flag for verb in VERBS for flag in parser_of(verb)._option_string_actions}
             assert code.split()[0] not in flags or flags[0] in every | OTHERS, code
-
-
-OTHERS = {"--fuzz"}  # pytest's, by tests/conftest.py
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)

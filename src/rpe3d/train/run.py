@@ -82,7 +82,9 @@ def train(
         last = folder.last_checkpoint(out)
         if first:
             asked["model_sha256"] = asked["model_sha256"] or fingerprint(settings.model)  # it may have been downloaded
-            unread = last is not None and _reads_the_same(settings, corpus, loaded.tokenizer, last)
+            before = folder.asked_before(out) or asked
+            changed = before.get("data_sha256") != asked["data_sha256"]
+            unread = changed and _reads_the_same(settings, corpus, loaded.tokenizer, last)
             folder.check_training(out, {**asked, **dict.fromkeys(folder.DATA)} if unread else asked, result)
             folder.sweep(out)
             folder.write_json(out / folder.ASKED, {**asked, folder.FINISHED: finished})
@@ -157,11 +159,10 @@ def _prepared(
     return LawTrainer(model, arguments, steps, [Watch(out, progress)])
 
 
-def _reads_the_same(settings: Settings, corpus: Corpus, tokenizer: Any, last: Path) -> bool:
+def _reads_the_same(settings: Settings, corpus: Corpus, tokenizer: Any, last: Path | None) -> bool:
     """Whether all that was learned until a checkpoint would be read again, so that data changed behind it alone."""
-    before = folder.asked_before(last.parent) or {}
-    if before.get("data_sha256") == corpus.fingerprint():
-        return True
+    if last is None:
+        return False
     samples, read = iter(_samples(settings, corpus, tokenizer, {})), ""
     with suppress(ConfigError):
         for _ in range(folder.step_of(last)):
