@@ -30,7 +30,7 @@ CHANGES = {
     "seed": (0, 1),
     "learning_rate": (1e-2, 5e-3),
     "parameters": ({"chunk": 16, "window": 32, "reach": 64}, {"chunk": 8, "window": 32, "reach": 64}),
-    "steps": (2, 3, 4, 5),
+    "steps": (4, 2, 3, 5),
     "batch": (2, 4),
     "schedule": ("constant", "cosine"),
 }
