@@ -169,12 +169,24 @@ def test_a_name_that_stands_for_nothing_is_refused(name):
 
 def test_a_device_or_dtype_that_cannot_be_had_is_refused(folder):
     assert "device 'gpu'" in refused(folder, device="gpu")
-    assert "is not on this machine" in refused(folder, device="cuda:99")
+    for device in ("cuda:99", "meta") + (() if torch.backends.mps.is_available() else ("mps",)):
+        assert f"device {device} is not on this machine" in refused(folder, device=device)
     assert "torch.int8" in refused(folder, dtype=torch.int8)
 
 
+def test_a_device_that_fails_is_not_taken_for_a_damaged_model(folder, monkeypatch):
+    from transformers import LlamaForCausalLM
+
+    def broken(self, place):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr(LlamaForCausalLM, "to", broken)
+    message = refused(folder, device="cpu")
+    assert f"cannot put {folder} on cpu (OutOfMemoryError CUDA out of memory" in message
+    assert "copy it again" not in message
+
+
 def test_a_gpu_is_used_where_there_is_one_and_in_bfloat16(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert module._placement(None, None) == (torch.device("cuda"), torch.bfloat16)
     assert module._placement("cuda:1", torch.float32) == (torch.device("cuda:1"), torch.float32)

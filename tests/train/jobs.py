@@ -1,13 +1,16 @@
 """Training runs in processes of their own, forked from one that has imported everything.
 
-A job: {"settings", "out", "processes": 1, "kill": null, ["forward", n], or ["rename", n]}: kill -9 at the n-th forward,
-or when the n-th checkpoint is written but has not its name yet. Or {"check": "ulysses" or "sharded", "processes": 2}.
+A job: {"settings", "out", "processes": 1, "kill": null, ["forward", n], ["rename", n] or ["event", n]}: kill -9 at the
+n-th forward, when the n-th checkpoint is written but has not its name yet, or at the n-th of all forwards, writes and
+renames. "nan": [rank, step] puts a NaN into the gradient that a process has for a step. "say" names a file for what is
+refused. Or {"check": "ulysses" or "sharded", "processes": 2}.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -16,7 +19,7 @@ from pathlib import Path
 import torch
 
 from rpe3d.config import ConfigError
-from rpe3d.train import Settings, folder, train
+from rpe3d.train import Settings, folder, run, train
 from rpe3d.train.attention import TrainingAttention, training_attention
 from rpe3d.train.trainer import LawTrainer
 from rpe3d.train.ulysses import sequence_parallel
@@ -34,6 +37,43 @@ def killed_at(owner, name, count):
     setattr(owner, name, counted)
 
 
+def killed_at_event(count):
+    """At whatever comes n-th: a forward, a file (of which half is written by then), a rename, a removal."""
+    calls = []
+
+    def counted(function, half=False):
+        def event(*args, **kwargs):
+            calls.append(function)
+            if len(calls) == count:
+                if half:
+                    function(*args, **kwargs)
+                    os.truncate(args[1], os.path.getsize(args[1]) // 2)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **kwargs)
+
+        return event
+
+    torch.save = counted(torch.save, half=True)
+    for owner, name in (
+        (LawTrainer, "training_step"), (LawTrainer, "_save"), (run, "save_trained"), (folder, "write"),
+        (os, "rename"), (os, "replace"), (os, "fsync"), (shutil, "rmtree"),
+    ):  # fmt: skip
+        setattr(owner, name, counted(getattr(owner, name)))
+
+
+def nan_at(step):
+    """One NaN in a gradient, with a loss that is finite."""
+    train_step = LawTrainer.training_step
+
+    def broken(self, *args, **kwargs):
+        loss = train_step(self, *args, **kwargs)
+        if self.state.global_step + 1 == step:
+            next(p for p in self.model.parameters() if p.grad is not None).grad.view(-1)[0] = torch.nan
+        return loss
+
+    LawTrainer.training_step = broken
+
+
 def work(job, rank, port):
     torch.set_num_threads(1)
     count = job.get("processes", 1)
@@ -44,12 +84,18 @@ def work(job, rank, port):
         torch.distributed.init_process_group("gloo")
         {"ulysses": ulysses, "sharded": sharded}[job["check"]]()
         return 0
-    if kill := job.get("kill"):
+    if job.get("nan") and job["nan"][0] == rank:
+        nan_at(job["nan"][1])
+    if (kill := job.get("kill")) and kill[0] == "event":
+        killed_at_event(kill[1])
+    elif kill:
         killed_at(*{"forward": (LawTrainer, "training_step"), "rename": (folder, "settle")}[kill[0]], kill[1])
     try:
         train(Settings(**job["settings"]), Path(job["out"]), device="cpu")
     except ConfigError as error:
         print(error, file=sys.stderr)
+        if "say" in job:
+            Path(job["say"]).write_text(str(error))
         return 1
     finally:
         sys.stderr.flush()
@@ -127,28 +173,34 @@ def sharded():
 
 
 def main():
-    codes = []
-    for job in json.loads(sys.argv[1]):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        children = []
-        for rank in range(job.get("processes", 1)):
-            child = os.fork()
-            if child == 0:
-                code = 70
-                try:
-                    code = work(job, rank, port)
-                except BaseException:
-                    import traceback
+    """The jobs of the command line, or those that come line by line: each is answered with its exit codes."""
+    if len(sys.argv) > 1:
+        print(json.dumps([done(job) for job in json.loads(sys.argv[1])]))
+        return
+    for line in sys.stdin:
+        print(json.dumps(done(json.loads(line))), flush=True)
 
-                    traceback.print_exc()
-                finally:
-                    sys.stderr.flush()
-                    os._exit(code)
-            children.append(child)
-        codes.append([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children])
-    print(json.dumps(codes))
+
+def done(job):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    children = []
+    for rank in range(job.get("processes", 1)):
+        child = os.fork()
+        if child == 0:
+            code = 70
+            try:
+                code = work(job, rank, port)
+            except BaseException:
+                import traceback
+
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        children.append(child)
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 
 
 if __name__ == "__main__":

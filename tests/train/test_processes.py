@@ -63,6 +63,18 @@ def test_positions_that_skip_are_not_those_that_do_not(runs):
     assert losses(Path(runs["shared-pose"][0])) != losses(Path(runs["shared"][0]))
 
 
+def test_a_gradient_that_is_not_finite_in_one_process_stops_all_of_them_and_nothing_of_it_is_saved(
+    drive, asked, tmp_path, runs
+):
+    """Each with the words of the process that has it: none waits for one that has stopped."""
+    job = {"settings": asked | EVERY | {"save_every": 1}, "out": str(tmp_path / "run"), "processes": 2}
+    codes, said = drive(job | {"nan": [1, 3]}, job)
+    assert codes == [[1, 1], [0, 0]], said
+    assert said.count("the gradient of step 3 is not finite") == 2
+    weights = [Path(out) / "adapter" / "adapter_model.safetensors" for out in (tmp_path / "run", runs["lm"][1])]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
 @pytest.mark.parametrize("check", ["ulysses", "sharded"])
 def test_gradients_over_two_processes_are_those_of_one(drive, check):
     """Ulysses, and FSDP2's `fully_shard`, with a law whose far part is reached; grouped heads that do not divide."""

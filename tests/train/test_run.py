@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import shutil
+import signal
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from rpe3d.config import ConfigError
 from rpe3d.models import load_adapter
 from rpe3d.models.load import load
 from rpe3d.train import Settings, merge, train
+from rpe3d.train.samples import shuffled
 from rpe3d.train.trainer import LawTrainer
 
 # PEFT 0.18 takes every Llama for one with tied embeddings.
@@ -152,7 +154,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_names_the_batch(asked, tmp_p
     monkeypatch.setattr(LawTrainer, "compute_loss", broken)
     with pytest.raises(ConfigError, match=r"the loss is nan at step 2, on .*/\d.txt") as caught:
         run(asked, tmp_path / "run")
-    assert "goes on from the last checkpoint" in caught.value.hint
+    assert "resumes from the last checkpoint" in caught.value.hint
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-1"]
 
 
@@ -219,3 +221,195 @@ def test_a_model_without_the_projections_is_refused(asked, tmp_path):
     with pytest.raises(ConfigError, match="GPTNeoXForCausalLM has no q_proj") as caught:
         run(asked, tmp_path / "run", model=str(folder))
     assert "--method full" in caught.value.hint
+
+
+def poisoned(monkeypatch, step):
+    """One NaN in the gradient of a step whose loss is finite."""
+    train_step = LawTrainer.training_step
+
+    def nan(self, *args, **kwargs):
+        loss = train_step(self, *args, **kwargs)
+        if self.state.global_step + 1 == step:
+            next(p for p in self.model.parameters() if p.grad is not None).grad.view(-1)[0] = torch.nan
+        return loss
+
+    monkeypatch.setattr(LawTrainer, "training_step", nan)
+
+
+def names_in(folder, *patterns):
+    return sorted(path.name for pattern in patterns for path in folder.glob(pattern))
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_before_the_step_and_it_resumes(asked, tmp_path, monkeypatch):
+    name = "adapter/adapter_model.safetensors"
+    run(asked, tmp_path / "whole", steps=3)
+    poisoned(monkeypatch, 2)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"the gradient of step 2 is not finite, on .*\.txt"):
+            run(asked, tmp_path / "run", steps=3)
+        assert names_in(tmp_path / "run", "checkpoint-*", "adapter") == ["checkpoint-1"]
+    monkeypatch.undo()
+    run(asked, tmp_path / "run", steps=3)
+    assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_weights_that_are_not_finite_are_not_saved(asked, tmp_path, monkeypatch):
+    step = torch.optim.AdamW.step
+
+    def overflow(self, *args, **kwargs):
+        step(self, *args, **kwargs)
+        self.param_groups[0]["params"][0].data.view(-1)[0] = torch.inf
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", overflow)
+    with pytest.raises(ConfigError, match="the weights after step 1, or their optimizer's states, are not finite"):
+        run(asked, tmp_path / "run")
+    assert names_in(tmp_path / "run", "*checkpoint-*", "adapter") == []
+
+
+def test_a_base_model_with_a_weight_that_is_not_finite_is_named_not_the_text(asked, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(asked["model"], tmp_path / "model")
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    weights["model.norm.weight"][0] = torch.nan
+    save_file(weights, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"norm\.weight holds 1 that are NaN") as caught:
+        run(asked, tmp_path / "run", model=str(tmp_path / "model"))
+    assert "copy or convert the model's weights again" in caught.value.hint
+
+
+def truncated(checkpoint):
+    file = checkpoint / "optimizer.pt"
+    file.write_bytes(file.read_bytes()[:2000])
+    return "optimizer.pt is cut short or damaged"
+
+
+def nan_weight(checkpoint):
+    from safetensors.torch import load_file, save_file
+
+    file = checkpoint / "adapter_model.safetensors"
+    weights = load_file(file)
+    key = sorted(weights)[0]
+    weights[key][0, 0] = torch.nan
+    save_file(weights, file, metadata={"format": "pt"})
+    return f"{key} in adapter_model.safetensors is not finite"
+
+
+def nan_state(checkpoint):
+    file = checkpoint / "optimizer.pt"
+    states = torch.load(file)
+    states["state"][0]["exp_avg"][0] = torch.nan
+    torch.save(states, file)
+    return "a state in optimizer.pt is not finite"
+
+
+def no_place(checkpoint):
+    (checkpoint / "place.json").unlink()
+    return "place.json is missing"
+
+
+@pytest.mark.parametrize("damage", [truncated, nan_weight, nan_state, no_place])
+def test_a_run_resumes_from_the_last_checkpoint_that_is_sound(asked, tmp_path, damage, monkeypatch):
+    """A NaN that was saved stopped every later run; now it costs the steps since the checkpoint before."""
+    again, name = tmp_path / "again", "adapter/adapter_model.safetensors"
+    whole = run(asked, tmp_path / "whole", steps=3).joinpath("adapter_model.safetensors").read_bytes()
+    monkeypatch.setattr("rpe3d.train.run._finish", lambda *_: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        run(asked, again, steps=2)
+    monkeypatch.undo()
+    why = damage(again / "checkpoint-2")
+    said = []
+    train(Settings(**asked | QUICK | {"steps": 3}), again, device="cpu", note=said.append)
+    assert said[0] == f"checkpoint-2 cannot be used, since {why}: it is now damaged-checkpoint-2"
+    assert said[-1] == "resumes from checkpoint-1"
+    assert (again / name).read_bytes() == whole
+    assert names_in(again, "*checkpoint-*") == ["checkpoint-3", "damaged-checkpoint-2"]
+
+
+def test_a_start_that_failed_leaves_its_folder_to_the_corrected_command(asked, tmp_path):
+    """run.json of a run that made no step refused every command but the wrong one."""
+    short = tmp_path / "short.txt"
+    short.write_text("too short")
+    with pytest.raises(ConfigError, match="no document is as long as a window"):
+        run(asked, tmp_path / "run", data=[str(short)])
+    result = run(asked, tmp_path / "run")
+    name = "adapter_model.safetensors"
+    assert (result / name).read_bytes() == (run(asked, tmp_path / "fresh") / name).read_bytes()
+    assert losses(tmp_path / "run") == losses(tmp_path / "fresh")
+
+
+def test_a_finished_run_takes_more_steps_bit_for_bit(asked, tmp_path):
+    name = "adapter_model.safetensors"
+    whole = run(asked, tmp_path / "whole", steps=5, save_every=100)
+    for steps in (2, 3, 5):
+        result = run(asked, tmp_path / "run", steps=steps, save_every=100)
+        assert json.loads((tmp_path / "run" / "run.json").read_text())["finished"] == steps
+    assert (result / name).read_bytes() == (whole / name).read_bytes()
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert names_in(tmp_path / "run", "*") == names_in(tmp_path / "whole", "*")
+    with pytest.raises(ConfigError, match="holds 5 steps already, and 4 are asked for"):
+        run(asked, tmp_path / "run", steps=4)
+
+
+def test_more_steps_that_are_killed_do_not_pass_for_finished(asked, tmp_path, monkeypatch):
+    """The result of fewer steps is there all the time."""
+    name = "adapter_model.safetensors"
+    whole = run(asked, tmp_path / "whole", steps=4)
+    before = (run(asked, tmp_path / "run", steps=2) / name).read_bytes()
+    save = LawTrainer._save_checkpoint
+
+    def killed(self, *args, **kwargs):
+        save(self, *args, **kwargs)
+        if self.state.global_step == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(LawTrainer, "_save_checkpoint", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run(asked, tmp_path / "run", steps=4)
+    assert (tmp_path / "run" / "adapter" / name).read_bytes() == before
+    monkeypatch.undo()
+    assert (run(asked, tmp_path / "run", steps=4) / name).read_bytes() == (whole / name).read_bytes()
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_a_schedule_that_ends_with_the_last_step_takes_no_more_of_them(asked, tmp_path, schedule):
+    """Its learning rate has fallen to zero: more steps would be another run than one asked for at once."""
+    run(asked, tmp_path / "run", schedule=schedule)
+    with pytest.raises(ConfigError, match=f"holds a run whose {schedule} schedule ends at step 2") as caught:
+        run(asked, tmp_path / "run", schedule=schedule, steps=3)
+    assert "only a constant schedule" in caught.value.hint
+
+
+def test_a_line_that_stops_a_run_can_be_mended_and_the_run_resumes(asked, tmp_path):
+    """Only what was read until the checkpoint has to be the same; the order of the lines is the shuffled one."""
+    file = tmp_path / "a.jsonl"
+    lines = [json.dumps({"text": f"{i} sun moon star " * 12}) + "\n" for i in range(12)]
+    given = {"data": [str(file)], "steps": 20, "mix": 1, "length": 64}
+    last = shuffled(12, asked.get("seed", 0), 0)[-1]
+    file.write_text("".join([*lines[:last], '{"text": \n', *lines[last + 1 :]]))
+    with pytest.raises(ConfigError, match=f"line {last + 1} of .* is not JSON"):
+        run(asked, tmp_path / "run", **given)
+    assert names_in(tmp_path / "run", "checkpoint-*")
+    file.write_text("".join(lines))
+    resumed = run(asked, tmp_path / "run", **given)
+    name = "adapter_model.safetensors"
+    assert (resumed / name).read_bytes() == (run(asked, tmp_path / "fresh", **given) / name).read_bytes()
+    assert losses(tmp_path / "run") == losses(tmp_path / "fresh")
+
+
+@pytest.mark.parametrize("what", ["data", "model"])
+def test_data_or_weights_that_changed_under_their_name_are_another_run(asked, tmp_path, what):
+    data, model = (tmp_path / name for name in ("data", "model"))
+    shutil.copytree(asked["data"][0], data)
+    shutil.copytree(asked["model"], model)
+    given = {"data": [str(data)], "model": str(model)}
+    run(asked, tmp_path / "run", **given)
+    files = {path: path.read_bytes() for path in (data.iterdir() if what == "data" else model.glob("*.safetensors"))}
+    for path, content in files.items():
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]) if what == "model" else content.replace(b"s", b"S", 1))
+    for steps in (2, 3):
+        with pytest.raises(ConfigError, match=f"holds a run that differs in {what}_sha256"):
+            run(asked, tmp_path / "run", steps=steps, **given)
+    for path, content in files.items():
+        path.write_bytes(content)
+    run(asked, tmp_path / "run", steps=3, **given)

@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from rpe3d import __version__
+from rpe3d.cli.interrupt import patient_interrupts
 from rpe3d.config import ConfigError, choice
 
 VERBS = {
@@ -53,7 +54,8 @@ class Parser(ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; the return value is the exit code."""
     try:
-        code = _run(sys.argv[1:] if argv is None else argv)
+        with patient_interrupts():
+            code = _run(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
         return code
     except ConfigError as error:

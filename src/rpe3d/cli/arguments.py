@@ -17,6 +17,8 @@ from typing import Any
 from rpe3d.config import ConfigError
 
 UNITS = {"": 1, "k": 1024, "m": 1024**2}
+MOST = 2**24
+"""Tokens at most: transformers holds positions in float32, where 2^24 and 2^24 + 1 are the same number."""
 
 
 def size(text: str) -> int:
@@ -24,7 +26,10 @@ def size(text: str) -> int:
     match = re.fullmatch(r"([0-9]{1,12})([km]?)", text.strip().lower())
     if not match:
         raise ArgumentTypeError(f"{text!r} is not a size: write it as 65536 or 64k (k = 1024)")
-    return int(match[1]) * UNITS[match[2]]
+    tokens = int(match[1]) * UNITS[match[2]]
+    if tokens > MOST:
+        raise ArgumentTypeError(f"{text!r} is more than 16m tokens: beyond, float32 cannot tell neighbours apart")
+    return tokens
 
 
 def sizes(text: str) -> list[int]:

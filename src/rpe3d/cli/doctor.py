@@ -2,6 +2,9 @@
 
 JSON, schema 1: {"schema": 1, "machine": {name: value}, "model": {name: value} or null, "rows": [{"device", "dtype",
 "law", "rotation", "prefill", "decode", "decode_reason"}]}.
+
+Exit codes: 0 where the machine was described or the model can be extended, 1 where the model cannot be (the line
+`not supported` says why) or does not load. A model that runs under a law but cannot be saved with it exits with 0.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "model", metavar="MODEL", nargs="?", help="a Hugging Face name or folder, a .gguf, or `default`"
     )
+    parser.epilog = "Exits with 1 if MODEL cannot be extended; the report says why."
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the rows of the table as JSON, too")
 
@@ -28,12 +32,14 @@ def run(arguments: Namespace) -> int:
     need("cli", "rich")
     import torch
 
+    from rpe3d.models.devices import has_cuda
+
     devices = {"cpu": torch.float32}
     machine = {"python": platform.python_version(), "cpu threads": str(torch.get_num_threads())}
     for package in ("torch", "triton", "transformers", "peft"):
         machine[package] = _version(package)
     machine["cuda"] = "no device"
-    if torch.cuda.is_available():
+    if has_cuda():
         machine["cuda"] = torch.cuda.get_device_name()
         devices["cuda"] = torch.bfloat16
     rows = [row for device, dtype in devices.items() for row in _choices(device, dtype)]
@@ -47,7 +53,7 @@ def run(arguments: Namespace) -> int:
     else:
         _print_pairs(machine)
         _print_rows(rows)
-    return 0
+    return 1 if model is not None and "not supported" in model else 0
 
 
 def _examine(arguments: Namespace) -> dict[str, str]:
@@ -56,7 +62,7 @@ def _examine(arguments: Namespace) -> dict[str, str]:
     from rpe3d.config import ConfigError
     from rpe3d.models.extend import check_savable, extend, law_of, text_config
     from rpe3d.models.load import load
-    from rpe3d.models.probe import probe
+    from rpe3d.models.probe import not_finite, probe
 
     loaded = load(arguments.model, trust_remote_code=arguments.trust_remote_code, with_tokenizer=False)
     model, config = loaded.model, text_config(loaded.model)
@@ -67,6 +73,9 @@ def _examine(arguments: Namespace) -> dict[str, str]:
         "law": "none: stock" if law is None else f"{law.name}, {law.pretrained} to {law.context} positions",
         "attention": str(config._attn_implementation),
     }
+    if broken := not_finite(model):
+        about["not supported"] = f"its weights are not finite numbers: {broken}"
+        return about
     try:
         found = probe(model, config)
         pretrained = law.pretrained if law is not None else config.max_position_embeddings
@@ -82,9 +91,13 @@ def _examine(arguments: Namespace) -> dict[str, str]:
             made = law_of(model)
             assert made is not None
             about["default at 8x"] = " ".join(f"{name}={getattr(made, name)}" for name in made.parameters())
-            check_savable(model)
     except ConfigError as refusal:
         about["not supported"] = refusal.problem
+    else:
+        try:
+            check_savable(model)
+        except ConfigError as refusal:
+            about["in memory only"] = refusal.problem
     about |= {f"note {n}": note for n, note in enumerate(loaded.notes, 1)}
     return about
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rpe3d.cli.arguments import law, need, new_folder, size, value
+from rpe3d.cli.compare import DTYPES
 from rpe3d.config import ConfigError
 
 
@@ -20,6 +21,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--set", metavar="NAME=VALUE", action="append", default=[], help="a parameter of the law; again for more")
     for name in ("chunk", "window", "reach"):
         add(f"--{name}", metavar="N", type=size, help=f"the law's {name}, in tokens")
+    add("--dtype", choices=DTYPES, help="convert the weights; default: copy them as they are (a .gguf becomes float32)")
     add("--trust-remote-code", action="store_true", help="run code that comes with the model")
 
 
@@ -42,12 +44,18 @@ def run(arguments: Namespace) -> int:
     out: Path = arguments.out
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is there already", "give --out a new folder")
+    import torch
+
+    from rpe3d.models.checkpoint import can_be_copied, copy_with_config, origin
     from rpe3d.models.extend import check_savable, extend, law_of
     from rpe3d.models.load import load
 
-    source = Path(arguments.model)
+    source = Path(arguments.model).expanduser()
     tokenizer = not source.is_dir() or any(source.glob("tokenizer*"))
-    loaded = load(arguments.model, trust_remote_code=arguments.trust_remote_code, with_tokenizer=tokenizer)
+    is_file = arguments.model == "default" or source.is_file()
+    dtype: Any = getattr(torch, arguments.dtype) if arguments.dtype else torch.float32 if is_file else "auto"
+    trust = arguments.trust_remote_code
+    loaded = load(arguments.model, dtype=dtype, trust_remote_code=trust, with_tokenizer=tokenizer)
     for note in (*loaded.notes, *(() if tokenizer else ("the folder has no tokenizer, so none is written",))):
         print(f"note: {note}", file=sys.stderr)
     extend(loaded.model, given.name, context=arguments.context, **parameters)
@@ -55,10 +63,14 @@ def run(arguments: Namespace) -> int:
     assert made is not None
     given.check(made.pretrained)
     check_savable(loaded.model)
+    folder = None if arguments.dtype else origin(loaded.source)
     with new_folder("--out", out) as unfinished:
-        loaded.model.save_pretrained(unfinished)
-        if loaded.tokenizer is not None:
-            loaded.tokenizer.model_max_length = arguments.context
-            loaded.tokenizer.save_pretrained(unfinished)
+        if folder is not None and can_be_copied(folder, loaded.model):
+            copy_with_config(folder, loaded.model, arguments.context, unfinished)
+        else:
+            loaded.model.save_pretrained(unfinished)
+            if loaded.tokenizer is not None:
+                loaded.tokenizer.model_max_length = arguments.context
+                loaded.tokenizer.save_pretrained(unfinished)
     print(f"wrote {out}: `import rpe3d`, then AutoModelForCausalLM.from_pretrained({str(out)!r})", file=sys.stderr)
     return 0

@@ -44,7 +44,7 @@ def _add_settings(parser: ArgumentParser) -> None:
     add("pack", "join documents, end-of-text between; else a window is of one document", action=BooleanOptionalAction)
     add("mix", "documents that are read in turn; default 16", metavar="N", type=int)
     add("length", "tokens in a window, or at most in a conversation; default the context", metavar="N", type=size)
-    add("steps", "default 1000 (lm) or 3000 (sft)", metavar="N", type=int)
+    add("steps", "default 1000 (lm) or 3000 (sft); more than before continue a finished run", metavar="N", type=int)
     add("batch", "windows in a step, over all processes; default 8", metavar="N", type=int)
     add("micro-batch", "windows in one forward; default 1", metavar="N", type=int)
     add("method", "lora (default), lora-plus (embeddings and norms, too, as LongLoRA), or full")

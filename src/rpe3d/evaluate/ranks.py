@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
-
 from rpe3d.config import ConfigError
 from rpe3d.evaluate.memory import out_of_memory
+from rpe3d.models.devices import has_cuda
 
 T = TypeVar("T")
 
@@ -65,5 +64,5 @@ def ranks() -> Ranks:
         return Ranks()
     from accelerate import PartialState
 
-    state: Any = PartialState(cpu=not torch.cuda.is_available())
+    state: Any = PartialState(cpu=not has_cuda())
     return Ranks(index=state.process_index, count=state.num_processes, device=str(state.device))

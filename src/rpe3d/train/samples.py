@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rpe3d.config import ConfigError
 
+READ = "read"
+"""The key of a place for the digest of what was learned until there."""
 IGNORED = -100
 """The label of a token that is not learned."""
 
@@ -26,6 +29,14 @@ class Sample:
     """Where it came from."""
     after: Place = field(repr=False)
     """The place of the sample that follows."""
+
+
+def read_so_far(before: str, samples: Iterable[Sample]) -> str:
+    """Return a digest of all samples that were learned, given the digest of those before."""
+    digest = hashlib.sha256(before.encode())
+    for sample in samples:
+        digest.update(repr((list(sample.ids), list(sample.labels))).encode())
+    return digest.hexdigest()
 
 
 def shuffled(count: int, seed: int, epoch: int) -> list[int]:

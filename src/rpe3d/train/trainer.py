@@ -1,4 +1,5 @@
-"""transformers' Trainer on our batches: a loss that is no number stops it, its checkpoints are whole or absent."""
+"""transformers' Trainer on our batches: a loss, a gradient or a weight that is not finite stops it, its checkpoints are
+whole or absent."""
 
 from __future__ import annotations
 
@@ -11,11 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
 from rpe3d.config import ConfigError
-from rpe3d.train import folder
+from rpe3d.models.probe import not_finite
+from rpe3d.train import folder, sound
 from rpe3d.train.batches import NAMES, Steps
 from rpe3d.train.lora import save_trained
 from rpe3d.train.settings import SCHEDULES, Settings
@@ -57,32 +59,66 @@ def training_arguments(settings: Settings, out: Path, steps: Steps, device: str,
     return made
 
 
+class BeforeStep(TrainerCallback):  # type: ignore[misc]
+    """Looks at the gradient when all of it is there, before the optimizer does."""
+
+    def __init__(self, trainer: LawTrainer) -> None:
+        self.trainer = trainer
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.check_step()
+
+
 class LawTrainer(Trainer):  # type: ignore[misc]
     """A Trainer whose data are `Steps`, on any number of processes."""
 
     def __init__(self, model: Any, arguments: TrainingArguments, steps: Steps, callbacks: list[Any]) -> None:
-        super().__init__(model=model, args=arguments, train_dataset=steps, callbacks=callbacks)
+        super().__init__(model=model, args=arguments, train_dataset=steps, callbacks=[*callbacks, BeforeStep(self)])
         self.remove_callback(PrinterCallback)
         self.steps = steps
         self.writing_to: str | None = None
         self.tokens = 0
         self.since = time.perf_counter()
+        self.step_names: list[str] = []
+        self.bad_loss: str | None = None
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """The batches of this process as they are: they are shared out already."""
         return DataLoader(self.steps, batch_size=None)
 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
-        """A forward and a backward; a loss that is no number names its batch and ends the run before it does harm."""
+        """A forward and a backward. A loss that is not finite is remembered, and stops the run before its step."""
         names = inputs.pop(NAMES)
+        self.step_names += names
         self.tokens += inputs["input_ids"].numel() * self.steps.processes
         loss: Tensor = super().training_step(model, inputs, *args, **kwargs)
-        if not torch.isfinite(loss):
-            raise ConfigError(
-                f"the loss is {loss.item()} at step {self.state.global_step + 1}, on {', '.join(names)}",
-                "look at that text, or lower the learning rate; the same command goes on from the last checkpoint",
-            )
+        if self.bad_loss is None and not torch.isfinite(loss):
+            self.bad_loss = f"the loss is {loss.item()} at step {self.state.global_step + 1}, on {', '.join(names)}"
         return loss
+
+    def check_step(self) -> None:
+        """Refuse a step whose loss or gradient is not finite, in all processes together, before it is made."""
+        problem, names = self.bad_loss, self.step_names
+        gradients = (p.grad for p in self.model.parameters() if p.grad is not None)
+        if problem is None and not sound.finite(gradients):
+            step = self.state.global_step + 1
+            problem = f"the gradient of step {step} is not finite, on {', '.join(dict.fromkeys(names))}"
+        self.bad_loss, self.step_names = None, []
+        hint = "look at that text, or lower the learning rate"
+        if problem is not None and (weight := not_finite(self.accelerator.unwrap_model(self.model))):
+            problem, hint = f"{problem}: {weight}", "copy or convert the model's weights again"
+        if problem := sound.first_of_all(problem, self.args.device):
+            raise ConfigError(problem, f"{hint}; the same command resumes from the last checkpoint")
+
+    def check_weights(self, step: int) -> None:
+        """Refuse to save weights or optimizer states that are not finite: every later run would resume from them."""
+        weights = (p.detach() for p in self.model.parameters() if p.requires_grad)
+        states = sound.tensors_in(self.optimizer.state_dict()["state"])
+        good = sound.finite([*weights, *states])
+        problem = None if good else f"the weights after step {step}, or their optimizer's states, are not finite"
+        if problem := sound.first_of_all(problem, self.args.device):
+            hint = "lower the learning rate, and give --out a new folder"
+            raise ConfigError(problem, hint)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """With the tokens of the step and their rate."""
@@ -103,6 +139,7 @@ class LawTrainer(Trainer):  # type: ignore[misc]
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Written under another name, then renamed: whoever comes after a kill finds whole ones only."""
         out, step = Path(self.args.output_dir), self.state.global_step
+        self.check_weights(step)
         made = out / folder.UNFINISHED / f"checkpoint-{step}"
         self.writing_to = str(made.parent)
         try:

@@ -1,0 +1,48 @@
+"""Devices are counted without starting CUDA: a process that has asked for them can still fork (vLLM does)."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import rpe3d
+from rpe3d.models import devices
+
+SOURCES = sorted(Path(rpe3d.__file__).parent.rglob("*.py"))
+
+
+def test_nothing_in_the_package_asks_torch_in_the_way_that_poisons_a_fork():
+    call = re.compile(r"(?:cuda|accelerator)\.is_available\(|_cuda_getDeviceCount|import is_available")
+    code = {path: re.sub(r'""".*?"""|#[^\n]*', "", path.read_text(encoding="utf-8"), flags=re.S) for path in SOURCES}
+    assert [path.name for path, text in code.items() if call.search(text)] == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_a_machine_without_a_gpu_is_told_from_one_that_has_it():
+    assert not devices.has_cuda()
+    assert not any(devices.present(torch.device(name)) for name in ("cuda", "cuda:1", "mps", "xpu", "meta"))
+    assert devices.present(torch.device("cpu"))
+
+
+def test_a_device_beyond_the_last_is_not_present(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert devices.has_cuda()
+    assert [devices.present(torch.device(f"cuda:{n}")) for n in range(3)] == [True, True, False]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="forks a process that uses a GPU")
+def test_a_process_that_has_counted_its_gpus_can_fork_one_that_uses_them():
+    """The other way round it fails on CUDA: torch.cuda.is_available() in the parent, "Cannot re-initialize CUDA"."""
+    script = (
+        "import os, torch\nfrom rpe3d.models.devices import has_cuda\nassert has_cuda()\nchild = os.fork()\n"
+        "if child == 0:\n    torch.zeros(1, device='cuda')\n    os._exit(0)\n"
+        "raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run([sys.executable, "-c", script], env=environment).returncode == 0

@@ -1,0 +1,129 @@
+"""What README.md and docs/ show can be run: code, the numbers beside it, commands and their flags, names."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+import tiny_lm
+from rpe3d.cli import VERBS, Parser
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "recipes" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+IDS = [str(path.relative_to(ROOT)) for path in PAGES]
+OTHERS = {"--fuzz"}  # pytest's, by tests/conftest.py
+HUB = re.compile(r'from_pretrained\("[\w-]+/[\w.-]+"\)')
+
+
+def blocks(page, *languages):
+    """The fenced blocks of a page in some languages; those without one are shell lines or a session."""
+    parts = re.split(
+        r"^```(.*)\n", page.read_text(encoding="utf-8"), flags=re.M
+    )  # prose, fence, code, fence, prose ...
+    assert len(parts) % 4 == 1, "a fence is not closed"
+    return [code for fence, code in zip(parts[1::4], parts[2::4], strict=True) if fence in languages]
+
+
+def shell_lines(page):
+    lines = [line for block in blocks(page, "", "sh", "bash") for line in block.splitlines()]
+    return [line for line in lines if not line.startswith((">>>", " "))]
+
+
+def inline(page):
+    """Code within a sentence, on one line."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    return [re.sub(r"\s+", " ", code) for code in re.findall(r"`([^`]+)`", text)]
+
+
+def parser_of(verb):
+    parser = Parser(prog=f"rpe3d {verb}", allow_abbrev=False)
+    import_module(VERBS[verb][0]).add_arguments(parser)
+    return parser
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_python_blocks_run_and_numbers_in_their_comments_are_right(page, tmp_path):
+    """One namespace a page, as a reader would go through it; the hub's model is a tiny one."""
+    tiny_lm.save(tmp_path / "model")
+    q, k = torch.randn(1, 4, 40, 64), torch.randn(1, 2, 40, 64)
+    names = {"q": q, "k": k, "v": torch.randn_like(k)}
+    for block in blocks(page, "python"):
+        code = HUB.sub(f"from_pretrained({str(tmp_path / 'model')!r})", block)
+        for node in ast.parse(code).body:
+            source = ast.get_source_segment(code, node)
+            if not isinstance(node, ast.Expr):
+                exec(source, names)
+                continue
+            value = eval(source, names)
+            claim = re.search(r"#\s*(-?\d[\d_,]*(?:\.(\d+))?)(?![\w.])", code.splitlines()[node.end_lineno - 1])
+            if claim:
+                number = float(claim[1].replace(",", "").replace("_", ""))
+                assert float(value) == pytest.approx(number, abs=0.5 * 10.0 ** -len(claim[2] or "")), source
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_sessions_say_what_they_show(page):
+    """`>>> call` with the error that follows."""
+    import rpe3d
+
+    for block in blocks(page, ""):
+        for call, shown in re.findall(r"^>>> (.*)\n((?:(?!>>>).+\n)*)", block, flags=re.M):
+            try:
+                said = f"{eval(call, {'rpe3d': rpe3d})}"
+            except Exception as error:
+                said = f"{type(error).__module__}.{type(error).__qualname__}: {error}"
+            assert said == shown.strip()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_shell_lines_are_commands_that_exist(page):
+    """Parsed by the verb's own parser; `[--flag VALUE]` may be left out, `...` stands for more."""
+    for line in shell_lines(page):
+        command = re.sub(r"\s+#.*|[\[\]]", "", line)
+        words = [word for word in shlex.split(command) if word != "..."]
+        if words[:1] == ["make"]:
+            assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), flags=re.M), line
+        if "rpe3d" not in words or words[0] == "python" or words[:2] == ["pip", "install"]:
+            continue
+        verb, *rest = words[words.index("rpe3d") + 1 :]
+        parser_of(verb).parse_args(rest)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_flags_in_sentences_exist(page):
+    """Commands within a sentence may leave arguments out, so that only their flags are looked up."""
+    for code in inline(page):
+        flags = re.findall(r"(?<![\w-])--[a-z][\w-]*", code)
+        if found := re.match(r"rpe3d ([a-z]+)(?: |$)", code):
+            known = parser_of(found[1])._option_string_actions
+            assert not [flag for flag in flags if flag not in known], code
+        elif found := re.match(r"python (benchmarks/\w+\.py)", code):
+            source = "".join(path.read_text() for path in (ROOT / found[1], *ROOT.glob("benchmarks/*.py")))
+            assert (ROOT / found[1]).exists(), code
+            assert not [flag for flag in flags if f'"{flag}"' not in source], code
+        elif flags and not re.match(r"(pip|pytest|accelerate|git|python|make|cargo|vllm) ", code):
+            every = {flag for verb in VERBS for flag in parser_of(verb)._option_string_actions}
+            assert code.split()[0] not in flags or flags[0] in every | OTHERS, code
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_names_in_sentences_exist(page):
+    for code in inline(page):
+        if found := re.fullmatch(r"(rpe3d(?:\.\w+)+)(?:\(.*\))?", code):
+            parts = found[1].split(".")
+            thing = import_module("rpe3d")
+            for at, part in enumerate(parts[1:], 2):
+                thing = getattr(thing, part) if hasattr(thing, part) else import_module(".".join(parts[:at]))
+        for file, test in re.findall(r"(\w+/test_\w+\.py)(?:::(test_\w+))?", code):
+            path = ROOT / "tests" / file if not file.startswith("tests/") else ROOT / file
+            assert path.exists() or list((ROOT / "tests").rglob(Path(file).name)), code
+            if test and path.exists():
+                assert f"def {test}" in path.read_text(), code  # `..._` for several that begin so
+        if found := re.match(r"make ([a-z-]+)$", code):
+            assert re.search(rf"^{found[1]}:", (ROOT / "Makefile").read_text(), flags=re.M), code
