@@ -190,6 +190,34 @@ def test_a_graph_cannot_refuse_and_gives_no_number(tiny, ids):
         torch.testing.assert_close(last[b], model(row).logits[0, -1], rtol=0, atol=2e-4)
 
 
+@pytest.mark.parametrize(("position", "known"), [(20, True), (5, False), (0, False), (111, False)])
+def test_a_compiled_step_that_does_not_count_on_gives_no_number(tiny, ids, position, known):
+    """Outside a graph such positions are refused. Keys before position 0, or that had skipped, were taken for real."""
+    from transformers import StaticCache
+
+    model = rpe3d.extend(tiny(), context=256, **BOUNDED)
+    cache = StaticCache(config=model.config, max_cache_len=64)
+    forward = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        model(ids[:, :20], past_key_values=cache)
+        last = forward(ids[:, 20:21], position_ids=torch.tensor([[position]]), past_key_values=cache).logits[:, -1]
+        if known:
+            torch.testing.assert_close(last, model(ids[:, :21]).logits[:, -1], rtol=0, atol=2e-4)
+        else:
+            assert last.isnan().all()
+
+
+def test_a_compiled_prompt_with_gaps_that_begins_anywhere(tiny, ids):
+    """All of its tokens are queries, so all is known: it was no number."""
+    model = rpe3d.extend(tiny(), context=256, **BOUNDED)
+    mask = torch.ones_like(ids)
+    mask[:, 30:50] = 0
+    given = {"attention_mask": mask, "position_ids": torch.arange(3, 123)[None]}
+    forward = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        torch.testing.assert_close(forward(ids, **given).logits, model(ids, **given).logits, rtol=0, atol=2e-4)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_mixed_precision_trains_as_the_stock_model_does(tiny, ids, family):
     """float32 weights under autocast: norms of q and k leave them float32, and v is bfloat16."""

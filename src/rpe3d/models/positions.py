@@ -158,8 +158,10 @@ def _in_a_graph(s: int, mask: Tensor | None, positions: Tensor) -> Layout:
     b, t = positions.shape
     coding = coded(None, b, t, s, s - t, positions.device) if mask is None else mask
     row = _facts(coding, positions)
-    even = row.by_slot & ((row.last - row.begin + 1 == row.tokens) | (row.slot_start == 0))
-    sound = (even | (row.queries == 0)).all()
+    first, fresh = row.slot_start + row.begin, row.begin == row.offset + row.first_query
+    gapless = row.last - row.begin + 1 == row.tokens
+    begun = (row.slot_start == 0) | ((first == 0) & gapless) | ((first >= 0) & fresh)  # `_starts` is not at hand
+    sound = ((row.by_slot & begun) | (row.queries == 0)).all()
     slots = torch.arange(s, device=positions.device)
     keys = Placed((row.slot_start + slots).clamp(min=0), starts=row.slot_start[:, 0])
     if mask is None:
