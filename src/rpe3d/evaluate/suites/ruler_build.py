@@ -32,7 +32,7 @@ SEED = 42
 GRASS = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 DEPTHS = [int(depth) for depth in np.round(np.linspace(0, 100, num=40))]
-MARK = "\x1f"
+MARK = "\x1a"  # no white space to `str.strip`, as \x1f is: many chat templates trim what they are given
 
 Made = tuple[str, list[str]]
 """A prompt and its answers."""
