@@ -82,6 +82,13 @@ def test_a_template_may_trim_what_it_is_given(words):
     assert "<model> The special magic number for " in sample.prompts[0]
 
 
+@pytest.mark.parametrize("task", ruler.DEFAULT)
+def test_a_length_without_room_for_the_task_is_refused(words, task):
+    """The last of them went on for ever."""
+    with pytest.raises(ConfigError, match="does not fit into"):
+        ruler.samples(task, words, 20, 1, ESSAY)
+
+
 def test_keys_are_the_sorted_pairs_of_words():
     adjectives, nouns = ["well", "wet", "well-made", "we"], ["x", "made-up", "b", "b"]
     keys = ruler_build.Compounds(adjectives, nouns)

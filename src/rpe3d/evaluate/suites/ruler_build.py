@@ -307,7 +307,7 @@ class Builder:
 
     def _frequent_words(self, count: int) -> Iterator[Made]:
         """Coded words whose numbers fall as 1 / rank², the first of them dots. The answer has no room of its own."""
-        kinds, step = self.length // 50, self.length // 32
+        kinds, step = self.length // 50, max(1, self.length // 32)
 
         def vocabulary() -> list[str]:
             drawn: list[str] = []
