@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import pytest
@@ -118,6 +120,27 @@ def test_positions_that_do_not_start_at_0_with_a_cache_and_no_mask(tiny, ids, le
         given = {"position_ids": place[:, 90 - length :], "past_key_values": first.past_key_values}
         pieces = torch.cat([first.logits, model(ids[:, 90 - length : 90], **given).logits], 1)
     torch.testing.assert_close(pieces, whole, rtol=0, atol=2e-4)
+
+
+def test_threads_may_note_where_their_texts_begin(monkeypatch):
+    """Each drops the oldest when there are too many: a thread failed on what another had dropped."""
+    monkeypatch.setattr(positions, "_starts", {0: None})
+    monkeypatch.setattr(positions, "_MOST_STARTS", 8)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+
+    def texts(thread):
+        for n in range(1, 3000):
+            at = 10_000 * thread + n
+            positions.Row(0, 0, 0, 1, 0, 0, 1, at, at, True, True).note()
+
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(texts, range(4)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(positions._starts) == 8
+    assert 0 in positions._starts
 
 
 def test_pieces_that_are_filled_up_with_padding(tiny, ids):

@@ -27,6 +27,7 @@ TOKEN, HERE = 1, 2
 
 _last = threading.local()
 _MOST_STARTS = 4096
+_lock = threading.Lock()
 _starts: dict[int, None] = {0: None}
 """Positions at which texts have begun, the newest last: where one begins elsewhere than at 0, only its first forward
 shows it. A promise to keep count is taken on trust only from texts that begin where slots or positions are 0."""
@@ -272,10 +273,11 @@ class Row(Facts):
         """Remember where a text begins that begins neither at 0 nor with the slots."""
         if self.queries and self.fresh and self.slot_start:
             begins = self.start + (0 if self.closed_up else self.begin)
-            _starts.pop(begins, None)
-            _starts[begins] = None
-            if len(_starts) > _MOST_STARTS:
-                del _starts[next(start for start in _starts if start)]
+            with _lock:
+                _starts.pop(begins, None)
+                _starts[begins] = None
+                if len(_starts) > _MOST_STARTS:
+                    del _starts[next(start for start in _starts if start)]
 
     def query_run(self) -> Run | None:
         """Where the queries lie, once slots are closed up."""
