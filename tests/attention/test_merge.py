@@ -104,6 +104,22 @@ def test_odd_shapes_and_results_that_are_views(shape, impl, device):
     assert holder[..., e:].isnan().all()
 
 
+@needs_triton
+@pytest.mark.parametrize("wide", ["out", "part"])
+def test_heads_may_lie_more_than_2_to_the_31_elements_apart(wide, device):
+    """A million tokens of 32 heads of dimension 128. Memory that is not touched costs nothing on a CPU."""
+    parts = partials(2, device, (1, 3, 5, 64), torch.bfloat16)
+    far = torch.empty(2**31 + 2**10, dtype=torch.bfloat16, device=device).as_strided((1, 3, 5, 64), (1, 2**30, 64, 1))
+    out, lse = poisoned_results(parts)
+    if wide == "out":
+        out = far
+    else:
+        far.copy_(parts[0][0])
+        parts[0] = (far, parts[0][1])
+    merge(parts, out, lse, impl="triton")
+    assert_equal(parts, out, lse)
+
+
 @IMPL
 def test_a_part_may_be_of_another_type_than_the_result(impl, device):
     parts = partials(3, device)

@@ -35,6 +35,27 @@ def test_another_attention_is_refused_at_the_next_forward(tiny, ids, name, how):
     assert torch.equal(model(ids).logits, law)
 
 
+def test_another_attention_with_a_mask_of_its_own_is_refused(tiny, ids):
+    """transformers asks nobody for a mask then: it ran, and was the stock model."""
+    model = rpe3d.extend(tiny(), context=256, **BOUNDED)
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ConfigError, match="under 3d-rpe, which its attention 'sdpa' knows nothing of"):
+        model(ids, attention_mask=torch.ones(120, 120, dtype=torch.bool).tril()[None, None])
+
+
+@pytest.mark.parametrize("name", ["sdpa", "eager"])
+def test_continuous_batching_under_another_attention_is_refused(tiny, ids, name):
+    """It makes its own masks, and says of ours to use another attention: whoever did got the stock model's tokens."""
+    from transformers import GenerationConfig
+
+    model = rpe3d.extend(tiny(), context=256, **BOUNDED)
+    model.set_attn_implementation(name)
+    how = GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=96)
+    (answer,) = model.generate_batch([ids[0].tolist()], generation_config=how, progress_bar=False).values()
+    assert "under 3d-rpe" in answer.error
+    assert not answer.generated_tokens
+
+
 def test_a_loaded_model_refuses_another_attention_before_its_first_forward(tiny, ids, tmp_path):
     rpe3d.extend(tiny(), context=256, **BOUNDED).save_pretrained(tmp_path)
     from transformers import AutoModelForCausalLM

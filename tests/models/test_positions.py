@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import pytest
@@ -120,6 +122,27 @@ def test_positions_that_do_not_start_at_0_with_a_cache_and_no_mask(tiny, ids, le
     torch.testing.assert_close(pieces, whole, rtol=0, atol=2e-4)
 
 
+def test_threads_may_note_where_their_texts_begin(monkeypatch):
+    """Each drops the oldest when there are too many: a thread failed on what another had dropped."""
+    monkeypatch.setattr(positions, "_starts", {0: None})
+    monkeypatch.setattr(positions, "_MOST_STARTS", 8)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+
+    def texts(thread):
+        for n in range(1, 3000):
+            at = 10_000 * thread + n
+            positions.Row(0, 0, 0, 1, 0, 0, 1, at, at, True, True).note()
+
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(texts, range(4)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(positions._starts) == 8
+    assert 0 in positions._starts
+
+
 def test_pieces_that_are_filled_up_with_padding(tiny, ids):
     """Buckets of 32: the last piece ends in padding in every row."""
     model = rpe3d.extend(tiny(), context=256, **BOUNDED)
@@ -188,6 +211,34 @@ def test_a_graph_cannot_refuse_and_gives_no_number(tiny, ids):
         last = eager(batch[:, 119:], attention_mask=mask, **given).logits[:, -1]
     for b, row in enumerate((batch[:1], batch[1:, 23:])):
         torch.testing.assert_close(last[b], model(row).logits[0, -1], rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize(("position", "known"), [(20, True), (5, False), (0, False), (111, False)])
+def test_a_compiled_step_that_does_not_count_on_gives_no_number(tiny, ids, position, known):
+    """Outside a graph such positions are refused. Keys before position 0, or that had skipped, were taken for real."""
+    from transformers import StaticCache
+
+    model = rpe3d.extend(tiny(), context=256, **BOUNDED)
+    cache = StaticCache(config=model.config, max_cache_len=64)
+    forward = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        model(ids[:, :20], past_key_values=cache)
+        last = forward(ids[:, 20:21], position_ids=torch.tensor([[position]]), past_key_values=cache).logits[:, -1]
+        if known:
+            torch.testing.assert_close(last, model(ids[:, :21]).logits[:, -1], rtol=0, atol=2e-4)
+        else:
+            assert last.isnan().all()
+
+
+def test_a_compiled_prompt_with_gaps_that_begins_anywhere(tiny, ids):
+    """All of its tokens are queries, so all is known: it was no number."""
+    model = rpe3d.extend(tiny(), context=256, **BOUNDED)
+    mask = torch.ones_like(ids)
+    mask[:, 30:50] = 0
+    given = {"attention_mask": mask, "position_ids": torch.arange(3, 123)[None]}
+    forward = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        torch.testing.assert_close(forward(ids, **given).logits, model(ids, **given).logits, rtol=0, atol=2e-4)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

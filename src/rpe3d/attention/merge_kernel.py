@@ -74,7 +74,7 @@ def _merge_kernel(
     """BLOCK_T rows of one head per program. Loads do not wait for each other; all of them precede the stores."""
     program = tl.program_id(0)
     tiles = tl.cdiv(tokens, BLOCK_T)
-    h = (program // tiles) % heads
+    h = ((program // tiles) % heads).to(tl.int64)  # offsets pass 2^31 elements at a million tokens
     b = (program // tiles // heads).to(tl.int64)
     first = (program % tiles) * BLOCK_T
     t = first + tl.arange(0, BLOCK_T)
@@ -151,7 +151,7 @@ def _add_kernel(
     """BLOCK_T rows of one head per program. Equals merge.add_up's plain sum."""
     program = tl.program_id(0)
     tiles = tl.cdiv(tokens, BLOCK_T)
-    h = (program // tiles) % heads
+    h = ((program // tiles) % heads).to(tl.int64)  # offsets pass 2^31 elements at a million tokens
     b = (program // tiles // heads).to(tl.int64)
     first = (program % tiles) * BLOCK_T
     t = first + tl.arange(0, BLOCK_T)

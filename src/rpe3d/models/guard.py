@@ -2,7 +2,8 @@
 
 A law that needs its own attention is lost when a model is given another one, by `set_attn_implementation`, by its
 config, or on loading. The layers do not tell; but before each forward transformers asks its registry for a mask in the
-name of that attention, and hands over the config. So the functions of that registry are watched.
+name of that attention, and hands over the config. So the functions of that registry are watched. Whoever brings a mask
+of four dimensions, as continuous batching does, asks for none: so transformers' own attention functions are, too.
 """
 
 from __future__ import annotations
@@ -22,27 +23,47 @@ _told: set[Law] = set()
 
 
 def watch() -> None:
-    """Let every other attention's mask function refuse a model whose law it would drop. Any number of times."""
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+    """Let every other attention and its mask function refuse a model whose law it would drop. Any number of times."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     for name, function in list(ALL_MASK_ATTENTION_FUNCTIONS.items()):
         if not name.startswith(OURS) and not getattr(function, "_rpe3d_watched", False):
-            AttentionMaskInterface.register(name, _watched(name, function))
+            AttentionMaskInterface.register(name, _watched_mask(name, function))
+    for name, function in list(ALL_ATTENTION_FUNCTIONS.items()):
+        known = getattr(function, "__module__", "").startswith("transformers.")
+        if known and not getattr(function, "_rpe3d_watched", False):
+            AttentionInterface.register(name, _watched_attention(name, function))
 
 
-def _watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _watched_mask(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def mask(*args: Any, config: Any = None, **kwargs: Any) -> Any:
-        parameters = parameters_of(config)
-        if parameters is not None and "law" in parameters and LAWS[parameters["law"]["name"]].needs_attention:
-            raise ConfigError(
-                f"this model is under {parameters['law']['name']}, which its attention {name!r} knows nothing of",
-                f"call rpe3d.restore(model) for the stock model, or model.set_attn_implementation({OURS!r})",
-            )
+        _refuse_to_drop_a_law(config, name)
         return function(*args, config=config, **kwargs)
 
     mask._rpe3d_watched = True  # type: ignore[attr-defined]
     return mask
+
+
+def _watched_attention(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def attention(module: Any, *args: Any, **kwargs: Any) -> Any:
+        _refuse_to_drop_a_law(getattr(module, "config", None), name)
+        return function(module, *args, **kwargs)
+
+    attention._rpe3d_watched = True  # type: ignore[attr-defined]
+    return attention
+
+
+def _refuse_to_drop_a_law(config: Any, name: str) -> None:
+    parameters = parameters_of(config)
+    if parameters is not None and "law" in parameters and LAWS[parameters["law"]["name"]].needs_attention:
+        raise ConfigError(
+            f"this model is under {parameters['law']['name']}, which its attention {name!r} knows nothing of",
+            f"call rpe3d.restore(model) for the stock model, or model.set_attn_implementation({OURS!r})",
+        )
 
 
 def tell_of_length(law: Law, length: int) -> None:

@@ -27,6 +27,7 @@ TOKEN, HERE = 1, 2
 
 _last = threading.local()
 _MOST_STARTS = 4096
+_lock = threading.Lock()
 _starts: dict[int, None] = {0: None}
 """Positions at which texts have begun, the newest last: where one begins elsewhere than at 0, only its first forward
 shows it. A promise to keep count is taken on trust only from texts that begin where slots or positions are 0."""
@@ -158,8 +159,10 @@ def _in_a_graph(s: int, mask: Tensor | None, positions: Tensor) -> Layout:
     b, t = positions.shape
     coding = coded(None, b, t, s, s - t, positions.device) if mask is None else mask
     row = _facts(coding, positions)
-    even = row.by_slot & ((row.last - row.begin + 1 == row.tokens) | (row.slot_start == 0))
-    sound = (even | (row.queries == 0)).all()
+    first, fresh = row.slot_start + row.begin, row.begin == row.offset + row.first_query
+    gapless = row.last - row.begin + 1 == row.tokens
+    begun = (row.slot_start == 0) | ((first == 0) & gapless) | ((first >= 0) & fresh)  # `_starts` is not at hand
+    sound = ((row.by_slot & begun) | (row.queries == 0)).all()
     slots = torch.arange(s, device=positions.device)
     keys = Placed((row.slot_start + slots).clamp(min=0), starts=row.slot_start[:, 0])
     if mask is None:
@@ -270,10 +273,11 @@ class Row(Facts):
         """Remember where a text begins that begins neither at 0 nor with the slots."""
         if self.queries and self.fresh and self.slot_start:
             begins = self.start + (0 if self.closed_up else self.begin)
-            _starts.pop(begins, None)
-            _starts[begins] = None
-            if len(_starts) > _MOST_STARTS:
-                del _starts[next(start for start in _starts if start)]
+            with _lock:
+                _starts.pop(begins, None)
+                _starts[begins] = None
+                if len(_starts) > _MOST_STARTS:
+                    del _starts[next(start for start in _starts if start)]
 
     def query_run(self) -> Run | None:
         """Where the queries lie, once slots are closed up."""

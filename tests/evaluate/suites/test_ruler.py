@@ -71,6 +71,24 @@ def test_a_models_own_template_is_left_alone(words):
     assert " {x}: The special magic number for " in sample.prompts[0]
 
 
+def test_a_template_may_trim_what_it_is_given(words):
+    """Llama 3's and Gemma's do."""
+    words.tokenizer.chat_template = "set"
+    words.tokenizer.bos_token = None
+    words.tokenizer.apply_chat_template = lambda turns, **_: f"<user>{turns[0]['content'].strip()}<model>"
+    chat = Chat(tokenizer=words.tokenizer, form="template")
+    (sample,) = ruler.samples("niah_single_1", chat, 1024, 1, ESSAY)
+    assert sample.prompts[0].startswith("<user>A special magic number is hidden")
+    assert "<model> The special magic number for " in sample.prompts[0]
+
+
+@pytest.mark.parametrize("task", ruler.DEFAULT)
+def test_a_length_without_room_for_the_task_is_refused(words, task):
+    """The last of them went on for ever."""
+    with pytest.raises(ConfigError, match="does not fit into"):
+        ruler.samples(task, words, 20, 1, ESSAY)
+
+
 def test_keys_are_the_sorted_pairs_of_words():
     adjectives, nouns = ["well", "wet", "well-made", "we"], ["x", "made-up", "b", "b"]
     keys = ruler_build.Compounds(adjectives, nouns)

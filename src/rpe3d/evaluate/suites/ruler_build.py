@@ -32,7 +32,7 @@ SEED = 42
 GRASS = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 DEPTHS = [int(depth) for depth in np.round(np.linspace(0, 100, num=40))]
-MARK = "\x1f"
+MARK = "\x1a"  # no white space to `str.strip`, as \x1f is: many chat templates trim what they are given
 
 Made = tuple[str, list[str]]
 """A prompt and its answers."""
@@ -307,7 +307,7 @@ class Builder:
 
     def _frequent_words(self, count: int) -> Iterator[Made]:
         """Coded words whose numbers fall as 1 / rank², the first of them dots. The answer has no room of its own."""
-        kinds, step = self.length // 50, self.length // 32
+        kinds, step = self.length // 50, max(1, self.length // 32)
 
         def vocabulary() -> list[str]:
             drawn: list[str] = []
