@@ -49,6 +49,18 @@ def test_a_padded_prompt_is_read_once_for_all_layers(tiny, ids, reads, mode):
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_position_ids_that_are_changed_behind_torch_s_back_are_read_again(tiny, ids, mode):
+    model = rpe3d.extend(tiny(), context=256, **BOUNDED)
+    with mode():
+        place = torch.arange(120)[None]
+        model(ids, position_ids=place, use_cache=False)
+        place.numpy()[:] += 3
+        second = model(ids, position_ids=place, use_cache=False).logits
+        again = model(ids, position_ids=place.clone(), use_cache=False).logits
+    torch.testing.assert_close(again, second)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_position_ids_that_are_changed_in_place_are_read_again(tiny, ids, mode):
     """Layers of one forward share what is read of them; the next forward must not."""
     model = rpe3d.extend(tiny(), context=256, **BOUNDED)

@@ -101,16 +101,22 @@ class Layout:
         return out if self.sound is None else torch.where(self.sound, out, torch.nan)
 
 
-def layout(query: Tensor, key: Tensor, mask: Tensor | None, position_ids: Tensor | None, layer: int) -> Layout:
-    """The same for every layer of a forward, so it is made for the first and kept for the others."""
+def layout(
+    query: Tensor, key: Tensor, mask: Tensor | None, position_ids: Tensor | None, layer: int, model: Any = None
+) -> Layout:
+    """The same for every layer of a forward, so it is made for the first and kept for the others.
+
+    `model` is any object that the layers of one model share. Their indices rise within a forward, except where
+    checkpointing runs layers again for their gradients.
+    """
     shape = (query.shape[0], query.shape[2], key.shape[2])
     if torch.compiler.is_compiling():
         return _layout(*shape, mask, position_ids)
-    state = (shape, _changes(mask), _changes(position_ids))
+    state = (shape, id(model), _changes(mask), _changes(position_ids))
     made = getattr(_last, "made", None)
     if made is not None and made[0] is mask and made[1] is position_ids and made[2] == state:
         kept: Layout = made[4]
-        if None not in state or layer > made[3]:
+        if layer > made[3] or (torch.is_grad_enabled() and None not in state):
             _last.made = (mask, position_ids, state, layer, kept)
             return kept
     result = _layout(*shape, mask, position_ids)

@@ -132,7 +132,8 @@ def attend(
                 module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, None, position_ids
             )
     law = module_law(module)
-    where: Layout = layout(query, key, attention_mask, position_ids, getattr(module, "layer_idx", 0))
+    layer = getattr(module, "layer_idx", 0)
+    where: Layout = layout(query, key, attention_mask, position_ids, layer, getattr(module, "config", None))
     if where.end is not None:
         tell_of_length(law, where.end)
     query, key, value = where.gathered(query, key, value)
