@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rpe3d import make_law
 from rpe3d.config import ConfigError
 from rpe3d.geometry import Fade, decay_bound, resolution
-from rpe3d.geometry.three_d import bounded_regions
+from rpe3d.geometry.laws.bounded import bounded_regions
 
 SLACK = 1e-9  # float64 rounding of positions up to a few million; no fact turns on less
 

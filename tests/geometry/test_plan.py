@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rpe3d import laws, make_law
 from rpe3d.geometry import PairTurns, Phase, Region, Turn
-from rpe3d.geometry.plan import by_pair
+from rpe3d.geometry.region import by_pair
 
 POSITION = torch.arange(300)
 OWN = {"string": {"context": 124}, "dpe": {"scales": (2, 16, 1, 11)}}

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from rpe3d.attention.schedule import Call, schedule
 from rpe3d.geometry import Law
-from rpe3d.geometry.plan import STOCK
+from rpe3d.geometry.region import STOCK
 
 ROWS = 4096  # queries in a block, as `attention` has it on a CPU
 SLAB = 65536  # far keys that are turned at a time

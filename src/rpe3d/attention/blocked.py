@@ -17,7 +17,7 @@ from rpe3d.attention.pack import Pack, pack
 from rpe3d.attention.schedule import Block, Call
 from rpe3d.attention.task import Task
 from rpe3d.geometry import Fade, Region, Turn
-from rpe3d.geometry.plan import STOCK
+from rpe3d.geometry.region import STOCK
 
 WAITING = 2**27
 """Bytes of gradients that may wait to be added up."""

@@ -20,7 +20,7 @@ from rpe3d.attention.spans import Span, spans
 from rpe3d.attention.task import LEAST_BACKWARD, Task
 from rpe3d.config import ConfigError, choice
 from rpe3d.geometry import Law
-from rpe3d.geometry.plan import STOCK
+from rpe3d.geometry.region import STOCK
 from rpe3d.rotation import cos_sin, rotate
 
 IMPLS = ("auto", "reference", "blocked", "decode", "prefill")

@@ -21,7 +21,7 @@ from rpe3d.attention.contract import Inputs
 from rpe3d.attention.spans import Span
 from rpe3d.attention.table import table
 from rpe3d.geometry import Region, Turn
-from rpe3d.geometry.plan import STOCK
+from rpe3d.geometry.region import STOCK
 
 WIDEST = 256
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)

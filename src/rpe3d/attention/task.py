@@ -17,7 +17,7 @@ from rpe3d.attention.schedule import Block, Call, schedule, skipping
 from rpe3d.attention.table import kept, positions_of, sharpness
 from rpe3d.config import freeze
 from rpe3d.geometry import Fade, Law, Region, Turn
-from rpe3d.geometry.plan import STOCK
+from rpe3d.geometry.region import STOCK
 from rpe3d.rotation import rotate
 
 LEAST_BACKWARD = 16384

@@ -13,7 +13,7 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
 from rpe3d.config import ConfigError
 from rpe3d.geometry import Law, Turn
-from rpe3d.geometry.plan import STOCK
+from rpe3d.geometry.region import STOCK
 from rpe3d.models.registry import DYNAMIC, NAME
 from rpe3d.rotation import cos_sin
 from rpe3d.serve.checks import check_engine, check_model
