@@ -79,7 +79,7 @@ class Law(ABC):
 
     @property
     def exact_up_to(self) -> float:
-        """The most tokens of a text on which every pair is turned as by plain RoPE (w + c for 3D-RPE)."""
+        """The most tokens of a text on which no pair is turned otherwise than the frequencies do (w + c for 3D-RPE)."""
         ends: list[float] = []
         for region in self.regions:
             if region == Region(unit=region.unit, last=region.last):

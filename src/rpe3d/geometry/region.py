@@ -152,7 +152,10 @@ class Region:
     fade: Fade | None = None
 
     def __post_init__(self) -> None:
-        freeze(self, query=STOCK if self.query.is_stock else self.query, key=STOCK if self.key.is_stock else self.key)
+        for side in ("query", "key"):
+            turn: Turn = getattr(self, side)
+            if turn is not STOCK and turn.is_stock:
+                freeze(self, **{side: STOCK})
 
     def contains(self, query: Int[Tensor, "*p"], key: Int[Tensor, "*p"]) -> Bool[Tensor, "*p"]:
         """Which of the pairs lie in this region (causality aside)."""
