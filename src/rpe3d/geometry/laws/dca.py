@@ -1,7 +1,7 @@
 """Dual chunk attention, DCA (An et al. 2024, arXiv 2402.17463), as ChunkLlama publishes it.
 
 For offset m in chunk i, keys stand at n; queries stand at m for their own chunk, at min(m + c, w) for the previous
-chunk, and at w for all farther ones. No departures.
+chunk, and at w for all farther ones. The default chunk is ChunkLlama's first (docs/footguns.md).
 """
 
 from __future__ import annotations

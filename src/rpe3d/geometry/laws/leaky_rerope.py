@@ -1,6 +1,6 @@
-"""Leaky ReRoPE (Su 2023, kexue.fm/archives/9708): f = d below w, then w + k (d - w), for d = p_q - p_k.
+"""Leaky ReRoPE (Su 2023, kexue.fm/archives/9708): f = d below w, then w + s (d - w), for d = p_q - p_k.
 
-No departures; the slope k is 1/k in the original.
+The slope s is written 1/k there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""ReRoPE (Su 2023, kexue.fm/archives/9708): f = min(p_q - p_k, w). No departures."""
+"""ReRoPE (Su 2023, kexue.fm/archives/9708): f = min(p_q - p_k, w)."""
 
 from __future__ import annotations
 
