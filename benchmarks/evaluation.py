@@ -29,7 +29,6 @@ import torch
 
 from rpe3d.cli.arguments import laws, size, sizes
 from rpe3d.config import ConfigError
-from rpe3d.evaluate import Entry
 from rpe3d.evaluate.ranks import Ranks
 from rpe3d.evaluate.suites.ask import Ask, parse_tasks, title
 from rpe3d.evaluate.suites.chat import chat_of
@@ -142,7 +141,7 @@ def main() -> None:
     model: Any = loaded.model
     chat, _ = chat_of("auto", loaded.tokenizer, Path(given.model).name)
     length = given.length or own_length(model)
-    entries = [Entry(label=law.label, law=law.name, parameters=law.parameters) for law in laws(given.laws)]
+    entries = laws(given.laws)
     given.out.mkdir(parents=True, exist_ok=True)
     origin = stamp(cuda=CUDA)
     origin["recipe"] = origin["recipe"].replace(str(given.data), "DATA")

@@ -35,13 +35,12 @@ from rpe3d.cli.compare import progress_bar
 from rpe3d.config import ConfigError, choice, whole
 from rpe3d.drawing.axes import Paint, boldest_last, labels, line, short
 from rpe3d.drawing.palette import BLUE, BROWN, DASHED, GREEN, ORANGE, PINK, PURPLE, SKY, SOFT, Colour, Style
-from rpe3d.evaluate.compare import model_facts
 from rpe3d.evaluate.plots import SHOWN, Panel, Plot, png
 from rpe3d.evaluate.ranks import ranks
 from rpe3d.evaluate.row import Bench, measure_row
 from rpe3d.evaluate.texts import Text, check_bytes, check_tokens, opening, tokenize
-from rpe3d.geometry import make_law
-from rpe3d.models import load_adapter
+from rpe3d.geometry import LawSpec, make_law
+from rpe3d.models import as_stock, facts, load_adapter
 from rpe3d.models.load import load
 from stamp import COLUMNS, stamp
 
@@ -131,7 +130,7 @@ def measure(
     if adapter is not None:
         load_adapter(extend(model, way.law, context=context), adapter)  # into the model's own layers
         model.eval()
-    facts = model_facts(model)
+    known = facts(as_stock(model))
     tokens = [tokenize(loaded.tokenizer, text) for text in texts]
     check_tokens(tokens, lengths)
     label = f"{name}, {'train-free' if adapter is None else 'trained'},"
@@ -148,8 +147,8 @@ def measure(
         )
         bench.total = sum(bench.work(length) for length in lengths)
         for length in lengths:
-            law = make_law(way.law, context=max(context, length), **facts)
-            yield measure_row(bench, evaluate.Entry(label=label, law=way.law, parameters={}), length, law)
+            law = make_law(way.law, context=max(context, length), **known)
+            yield measure_row(bench, LawSpec(label=label, name=way.law, parameters={}), length, law)
 
 
 class Results:

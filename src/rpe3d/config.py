@@ -231,6 +231,16 @@ class Rotary:
         assert self.rotary_dim is not None
         return self.rotary_dim // 2
 
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready, with the names that `make_law` takes."""
+        return {
+            "head_dim": self.head_dim,
+            "rope_theta": self.rope_theta,
+            "rotary_dim": self.rotary_dim,
+            "interleaved": self.interleaved,
+            "rope_scaling": self.scaling.to_dict() if self.scaling else None,
+        }
+
 
 def _even(name: str, value: int) -> int:
     if value % 2:

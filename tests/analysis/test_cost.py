@@ -48,15 +48,3 @@ def test_copies_are_counted_where_vectors_are_turned():
 
 def test_a_window_of_a_token_in_a_million_is_not_counted():
     assert cost(example("rerope", context=10**6, window=1)).calls is None
-
-
-def test_blocks_and_slabs_are_those_of_attention():
-    """A change there has to be followed here."""
-    import torch
-
-    from rpe3d.analysis.cost import ROWS, SLAB
-    from rpe3d.attention.dispatch import _rows
-    from rpe3d.attention.task import Task
-
-    assert Task.slab == SLAB
-    assert _rows(torch.zeros(1, 1, 1, 1), 8192) == ROWS

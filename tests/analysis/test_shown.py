@@ -9,7 +9,7 @@ import torch
 
 from rpe3d import laws, make_law
 from rpe3d.analysis import ours
-from rpe3d.analysis.shown import KINDS, chunk_of, distances, kinds, runs, shown
+from rpe3d.analysis.shown import KINDS, distances, kinds, runs, shown
 
 MODEL = {"pretrained": 512, "context": 4096, "head_dim": 32}
 
@@ -101,9 +101,3 @@ def test_distances_are_all_of_a_short_context_and_both_ends_of_a_long_one():
     assert distances(example("rope", pretrained=16, context=20), 64).tolist() == list(range(20))
     some = distances(example("rope"), 100).tolist()
     assert (some[0], some[-1], len(set(some))) == (0, 4095, 100)
-
-
-def test_a_chunk_law_has_a_chunk_and_others_none():
-    assert chunk_of(example("3d-rpe")) == 32
-    assert chunk_of(example("3d-rpe-definition", interpolate=True, chunk=64)) == 512
-    assert chunk_of(example("rerope")) is None

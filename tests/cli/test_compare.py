@@ -12,8 +12,9 @@ from refusal import refusal
 import rpe3d
 import tiny_lm
 from rpe3d.cli import main
-from rpe3d.cli.arguments import GivenLaw, law, laws
+from rpe3d.cli.arguments import law, laws
 from rpe3d.config import ConfigError
+from rpe3d.geometry import LawSpec
 
 SMALL = ("--lengths", "256,512", "--windows", "1", "--copies", "1", "--passkeys", "1", "--device", "cpu")
 
@@ -192,14 +193,14 @@ def test_laws_are_names_names_with_parameters_and_files(tmp_path):
     file.write_text(json.dumps({**made.to_dict(), "measured": {"anything": 1}}))
     given = "rope, 3d-rpe:chunk=1k,window=2560,yarn,yarn:beta_fast=16.5,3d-rpe-definition:interpolate=true"
     assert laws(f"{given},{file}") == [
-        GivenLaw(label="rope", name="rope", parameters={}),
-        GivenLaw(label="3d-rpe:chunk=1k,window=2560", name="3d-rpe", parameters={"chunk": 1024, "window": 2560}),
-        GivenLaw(label="yarn", name="yarn", parameters={}),
-        GivenLaw(label="yarn:beta_fast=16.5", name="yarn", parameters={"beta_fast": 16.5}),
-        GivenLaw(
+        LawSpec(label="rope", name="rope", parameters={}),
+        LawSpec(label="3d-rpe:chunk=1k,window=2560", name="3d-rpe", parameters={"chunk": 1024, "window": 2560}),
+        LawSpec(label="yarn", name="yarn", parameters={}),
+        LawSpec(label="yarn:beta_fast=16.5", name="yarn", parameters={"beta_fast": 16.5}),
+        LawSpec(
             label="3d-rpe-definition:interpolate=true", name="3d-rpe-definition", parameters={"interpolate": True}
         ),
-        GivenLaw(
+        LawSpec(
             label="mine",
             name="3d-rpe",
             parameters={"chunk": 16, "window": 80, "reach": 128, "focus": 0.0, "fade": 0.0, "sinks": 0},

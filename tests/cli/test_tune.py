@@ -14,7 +14,7 @@ from rpe3d.cli import main
 from rpe3d.cli.arguments import law
 from rpe3d.evaluate import effective
 from rpe3d.evaluate.effective import Distance
-from rpe3d.geometry.three_d import FADE, FOCUS
+from rpe3d.geometry.laws.bounded import FADE, FOCUS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

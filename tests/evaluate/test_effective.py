@@ -18,7 +18,7 @@ from rpe3d.evaluate.effective import (
     pick,
     weigh,
 )
-from rpe3d.geometry.three_d import FADE, FOCUS
+from rpe3d.geometry.laws.bounded import FADE, FOCUS
 from rpe3d.models import restore
 
 TEXT = [Tokens(name="a", ids=torch.arange(1, 6000)), Tokens(name="b", ids=torch.arange(6000, 9000))]

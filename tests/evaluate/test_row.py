@@ -13,8 +13,9 @@ import rpe3d
 import tiny_lm
 from launched import launched
 from rpe3d.config import ConfigError
-from rpe3d.evaluate import Entry, Settings, Text, compare, perplexity, row, tokenize
+from rpe3d.evaluate import Settings, Text, compare, perplexity, row, tokenize
 from rpe3d.evaluate.row import NOT_FINITE, OUT_OF_MEMORY
+from rpe3d.geometry import LawSpec
 
 SMALL = {"windows": 2, "copies": 2, "passkeys": 2}
 TIMES = ("seconds", "tokens_per_second")
@@ -50,7 +51,7 @@ def test_every_law_gives_whole_rows_and_leaves_the_model_stock(model, tokenizer,
             r["name"], **{k: results["model"][k] for k in ("pretrained", "head_dim", "rope_theta")},
             context=r["context"], **r["parameters"],
         )  # fmt: skip
-        assert {name: getattr(law, name) for name in law.parameters()} == r["parameters"]
+        assert law.own == r["parameters"]
     for kind, keys in (("windows", ("text", "start")), ("copies", ("seed",)), ("passkeys", ("depth", "key"))):
         trials = {json.dumps([[x[k] for k in keys] for x in r[kind]]) for r in results["rows"] if r["length"] == 512}
         assert len(trials) == 1  # the same for every law
@@ -58,7 +59,7 @@ def test_every_law_gives_whole_rows_and_leaves_the_model_stock(model, tokenizer,
 
 def test_a_row_is_measured_under_its_law(model, tokenizer, text):
     parameters = {"chunk": 8, "window": 16, "reach": 64, "focus": 0.5, "fade": 0.25, "sinks": 1}
-    entry = Entry(label="mine", law="3d-rpe", parameters=parameters)
+    entry = LawSpec(label="mine", name="3d-rpe", parameters=parameters)
     settings = Settings(laws=["rope", entry], lengths=[512], measures=["ppl"], windows=2)
     stock, ours = compare(model, tokenizer, settings, texts=text)["rows"]
     tokens = [tokenize(tokenizer, text[0])]
@@ -142,7 +143,7 @@ def test_a_likelihood_that_is_no_number_is_a_row_that_says_so(model, tokenizer, 
 
 def test_a_law_that_cannot_reach_a_length_is_skipped_there(model, tokenizer, text):
     """Self-Extend with groups of 2 and 16 tokens of window shows 263 of 512 tokens, and has seen 256."""
-    entry = Entry(label="narrow", law="self-extend", parameters={"group": 2, "window": 16})
+    entry = LawSpec(label="narrow", name="self-extend", parameters={"group": 2, "window": 16})
     settings = Settings(laws=[entry], lengths=[256, 512], measures=["ppl"], windows=1)
     short, long = compare(model, tokenizer, settings, texts=text)["rows"]
     assert short["status"] == "ok"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from rpe3d.config import ConfigError
-from rpe3d.evaluate import Entry, Settings
+from rpe3d.evaluate import Settings
+from rpe3d.geometry import LawSpec
 
 
 def test_laws_may_be_names_or_entries_with_parameters():
-    tuned = Entry(label="tuned", law="3d-rpe", parameters={"reach": 128})
+    tuned = LawSpec(label="tuned", name="3d-rpe", parameters={"reach": 128})
     settings = Settings(laws=["rope", tuned], lengths=[512, 256, 512])
-    assert settings.entries == (Entry(label="rope", law="rope", parameters={}), tuned)
+    assert settings.entries == (LawSpec(label="rope", name="rope", parameters={}), tuned)
     assert settings.lengths == (512, 256)
     assert settings.to_dict()["laws"] == ["rope", "tuned"]
     assert settings.to_dict()["given"]["tuned"] == {"law": "3d-rpe", "reach": 128}
@@ -49,4 +50,4 @@ def test_what_cannot_be_is_refused(given, problem):
 
 def test_a_parameter_that_a_law_does_not_have_is_refused():
     with pytest.raises(ConfigError, match="law 'yarn' has no parameter 'chunk'"):
-        Entry(label="x", law="yarn", parameters={"chunk": 1})
+        LawSpec(label="x", name="yarn", parameters={"chunk": 1})

@@ -17,8 +17,8 @@ import rpe3d
 from conftest import make
 from rpe3d import ConfigError
 from rpe3d.attention import attention
+from rpe3d.models.carried import module_law
 from rpe3d.models.positions import _starts
-from rpe3d.models.registry import module_law
 
 LAW = {"chunk": 8, "window": 16, "reach": 32}
 ORACLE = "oracle"

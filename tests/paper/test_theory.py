@@ -9,7 +9,7 @@ import torch
 
 from rpe3d import laws, make_law
 from rpe3d.geometry import decay_bound, relative_position_matrix, resolution, score_bound
-from rpe3d.geometry.three_d import interpolated_chunk
+from rpe3d.geometry.phased import interpolated_chunk
 
 LLAMA2 = {"pretrained": 4096, "head_dim": 128, "rope_theta": 10000.0}
 

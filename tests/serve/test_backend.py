@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import pytest
@@ -12,8 +11,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed; `make test-serve` has
 
 from rpe3d import ConfigError, make_law
 from rpe3d.attention import attention
-from rpe3d.serve import cpu, cuda, plugin, rope
-from rpe3d.serve.backend import Batch, Far, horizon, split
+from rpe3d.serve import cpu, cuda, plugin
+from rpe3d.serve.backend import Batch, Far, split
 
 
 def law(name="3d-rpe", **parameters):
@@ -39,33 +38,6 @@ class Common:
     req_idx: object = None
     _num_computed_tokens_cache: object = None
     _token_to_req_indices_cache: object = None
-
-
-def test_plain_rope_ends_where_the_law_says():
-    """w + c for 3D-RPE; a window for those that have one; nowhere for those that only scale."""
-    assert horizon(law(chunk=4, window=20)) == 24
-    assert horizon(law("dca")) == law("dca").chunk
-    assert horizon(law("rerope", window=10)) == 10
-    assert horizon(law("streaming-llm", window=10, sinks=4)) == 10
-    assert horizon(law("streaming-llm", window=10, sinks=0)) == 10
-    assert horizon(law("yarn")) == math.inf
-
-
-def test_up_to_the_horizon_no_pair_is_turned():
-    for name in ("3d-rpe", "dca", "3d-rpe-dual-chunk", "self-extend", "string", "dpe", "streaming-llm"):
-        made = law(name)
-        p = torch.arange(int(horizon(made)))
-        angles = made.relative_angles(p[:, None], p[None, :])
-        true = (p[:, None] - p[None, :])[..., None] * made.frequencies()
-        causal = p[:, None] >= p[None, :]
-        torch.testing.assert_close(angles[causal], true[causal])
-
-
-def test_one_turn_for_all_pairs_needs_no_attention():
-    assert rope.single_turn(law("3d-rpe-definition")) == law("3d-rpe-definition").regions[0].key
-    assert rope.single_turn(law("yarn")) is not None
-    assert rope.single_turn(law()) is None
-    assert rope.single_turn(law("streaming-llm", sinks=0)) is None
 
 
 def test_a_batch_is_split_by_length():

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from rpe3d.attention.schedule import Call, schedule
+from rpe3d.attention.dispatch import ROWS_ON_CPU as ROWS
+from rpe3d.attention.schedule import Call, blocks
+from rpe3d.attention.task import Task
 from rpe3d.geometry import Law
-from rpe3d.geometry.plan import STOCK
 
-ROWS = 4096  # queries in a block, as `attention` has it on a CPU
-SLAB = 65536  # far keys that are turned at a time
 MOST = 16384  # blocks: a window of a few tokens makes more than anyone wants to count
 
 
@@ -30,14 +29,12 @@ def cost(law: Law) -> Cost:
     """The cost of `law` in the blocked implementation (`rpe3d.attention.blocked`)."""
     regions, everything = law.regions, range(law.context)
     copied = 2 * law.rotary.head_dim
-    query = copied * min(ROWS, law.context) if any(region.query != STOCK for region in regions) else 0
-    key = copied * min(SLAB, law.context) if any(region.key != STOCK for region in regions) else 0
+    query = copied * min(ROWS, law.context) if not all(region.query.is_stock for region in regions) else 0
+    key = copied * min(Task.slab, law.context) if not all(region.key.is_stock for region in regions) else 0
     windows = [r.last + 1 for r in regions if r.unit == 1 and r.last is not None]
     if law.context > MOST * min([ROWS, *windows]):
         return Cost(None, None, query, key)
-    # Not the cached one: nobody asks for the same again, and these are long.
-    blocks = schedule.__wrapped__(regions, everything, everything, ROWS)
-    calls = [call for block in blocks for call in block.calls]
+    calls = [call for block in blocks(regions, everything, everything, ROWS) for call in block.calls]
     if not calls:
         return Cost(0, None, query, key)
     causal = law.context * (law.context + 1) // 2

@@ -12,7 +12,7 @@ from torch import Tensor
 from rpe3d.analysis.shown import shown
 from rpe3d.analysis.table import Table
 from rpe3d.geometry import Law, bloch_vector, decay_bound, make_law, relative_position_matrix, resolution
-from rpe3d.geometry.three_d import Definition
+from rpe3d.geometry.laws.definition import Definition
 
 LLAMA2: dict[str, Any] = {"pretrained": 4096, "head_dim": 128, "rope_theta": 10000.0}
 SMALL: dict[str, Any] = {"pretrained": 16, "context": 24, "head_dim": 128, "rope_theta": 10000.0}

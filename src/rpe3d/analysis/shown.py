@@ -14,12 +14,6 @@ KINDS = ("exact", "compressed", "unseen", "not attended")
 """What becomes of a pair: as in training; another angle, but one met in training; one never met; left out."""
 
 
-def chunk_of(law: Law) -> int | None:
-    """Tokens in a chunk, for the laws that count in chunks."""
-    chunk: int | None = getattr(law, "chunk_in_use", getattr(law, "chunk", None))
-    return chunk
-
-
 def distances(law: Law, count: int) -> Tensor:
     """At most `count` distances from 0 to the last of the context, evenly spaced; all of them where there are fewer."""
     last = law.context - 1

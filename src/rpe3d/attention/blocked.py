@@ -17,7 +17,7 @@ from rpe3d.attention.pack import Pack, pack
 from rpe3d.attention.schedule import Block, Call
 from rpe3d.attention.task import Task
 from rpe3d.geometry import Fade, Region, Turn
-from rpe3d.geometry.plan import STOCK
+from rpe3d.geometry.region import STOCK
 
 WAITING = 2**27
 """Bytes of gradients that may wait to be added up."""
@@ -67,7 +67,7 @@ def _forward(task: Task, q: Tensor, k: Tensor, v: Tensor, far: Part | None) -> t
     if len(task.blocks) == 1 and len(task.blocks[0].calls) == 1:  # a prompt on which nothing is far
         (call,) = task.blocks[0].calls
         region = task.regions[call.region]
-        if region.query == STOCK == region.key and region.fade is None and not call.pieces:
+        if region.query.is_stock and region.key.is_stock and region.fade is None and not call.pieces:
             return task.backend.forward(q, k, v, call.shape == "causal", task.scale)
     result = _empty(q, v)
     fused = q.is_cuda and q.dtype != torch.float64
@@ -132,7 +132,7 @@ def _forward_block(
 
 def _keys(task: Task, k: Tensor, turn: Turn, call: Call, slab: range, far: dict[Turn, Tensor]) -> tuple[Tensor, int]:
     """Turned keys that hold those of the call, and the position of their first."""
-    if turn == STOCK:
+    if turn.is_stock:
         return k, 0
     span = range(call.key, call.key + (call.times - 1) * call.step + call.columns)
     if slab.start <= span.start and span.stop <= slab.stop:

@@ -65,7 +65,7 @@ class Inputs:
     def frequencies(self) -> Float64[Tensor, " l"]:
         """θ_l in force, on the device of q."""
         length = None
-        if self.law.name == "dynamic":
+        if self.law.grows:
             length = self.keys[-1] + 1 if isinstance(self.keys, range) else int(self.keys.max()) + 1
         return _frequencies(self.law, length, self.q.device)
 

@@ -111,12 +111,12 @@ def plan(law: Law) -> Plan:
     for region in regions:
         if region.unit > 1:
             chunks.add(region.unit)
-        key_still = still(region.key)
+        key_still = region.key.is_stock
         if not key_still:
             if not whole_chunks(region.key):
                 return Plan(refusal="its far keys turn token by token")
             chunks.add(region.key.chunk)
-        turning.append(not (key_still and still(region.query)))
+        turning.append(not (key_still and region.query.is_stock))
     if len(chunks) > 1:
         return Plan(refusal=f"its regions have chunks of {sorted(chunks)} tokens")
     chunk = chunks.pop() if chunks else None
@@ -142,12 +142,6 @@ def band(region: Region) -> tuple[int, int, int, int, int]:
     return min(region.unit, _NEVER), first, last, keys, region.start
 
 
-def still(turn: Turn) -> bool:
-    """x(p) = p everywhere, and no phase: plain RoPE."""
-    same = turn.stride == turn.chunk and (turn.chunk == 1 or turn.offset == 1)
-    return same and turn.start == 0 and turn.ceiling == math.inf and turn.phase is None
-
-
 def whole_chunks(turn: Turn) -> bool:
     """x(p) - p is the same for all tokens of a chunk, and chunks are more than tokens."""
     return turn.chunk > 1 and turn.offset == 1 and turn.ceiling == math.inf
@@ -171,7 +165,7 @@ def region_row(region: Region) -> list[float]:
     The query's turn, the key's as its shift x(p) - p = slope · j + start in chunk j, and rate, focus and span.
     """
     query, key = region.query, region.key
-    chunkwise = not still(key)
+    chunkwise = not key.is_stock
     return [
         float(min(query.chunk, _NEVER)),
         query.offset,

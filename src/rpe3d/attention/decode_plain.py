@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rpe3d.attention import reference
 from rpe3d.attention.contract import Inputs
-from rpe3d.attention.decode import band, still, whole_chunks
+from rpe3d.attention.decode import band, whole_chunks
 from rpe3d.attention.table import Table
 from rpe3d.geometry import Region
 from rpe3d.rotation import cos_sin, rotate
@@ -163,11 +163,11 @@ def _part(x: Inputs, batch: slice, queries: list[int], where: slice, positions: 
             n = 1 if chunk is None else max(1, (high - low) // chunk)
             starts = torch.arange(low, high, (high - low) // n, device=query.device)
             turns = table = None
-            if not (still(region.query) and still(region.key)):
+            if not (region.query.is_stock and region.key.is_stock):
                 turn = x.angles(region.query, query, x.frequencies).expand(n, -1, -1)
                 if chunk is not None:
                     turn = turn - x.angles(region.key, starts, x.frequencies)[:, None]
-                elif not still(region.key):
+                elif not region.key.is_stock:
                     key = torch.arange(low, high, device=query.device)
                     table = cos_sin(x.angles(region.key, key, x.frequencies), dtype=precise)
                 done = sum(map(len, angles))

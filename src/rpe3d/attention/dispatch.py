@@ -20,11 +20,12 @@ from rpe3d.attention.spans import Span, spans
 from rpe3d.attention.task import LEAST_BACKWARD, Task
 from rpe3d.config import ConfigError, choice
 from rpe3d.geometry import Law
-from rpe3d.geometry.plan import STOCK
+from rpe3d.geometry.region import STOCK
 from rpe3d.rotation import cos_sin, rotate
 
 IMPLS = ("auto", "reference", "blocked", "decode", "prefill")
 NARROW = 64
+ROWS_ON_CPU = 4096
 FLOPS_PER_CALL = {True: 3e11, False: 5e10}
 """What the prefill kernel may compute for every library call that it saves, in heads of at most NARROW dimensions and
 in wider ones: each call takes 60 µs of the host's time and, at a new length, the making of a plan; but the library
@@ -199,7 +200,7 @@ def _rows(q: Tensor, keys: int) -> int:
     A small model thus has one block, and the host, which needs 60 µs and more for a call, keeps up with the device.
     """
     if q.device.type == "cpu":
-        return 4096
+        return ROWS_ON_CPU
     elements = 2**25 if keys <= 65536 else 2**23
     return max(1024, elements // (q.shape[1] * q.shape[3]))
 

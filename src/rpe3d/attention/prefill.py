@@ -21,7 +21,7 @@ from rpe3d.attention.contract import Inputs
 from rpe3d.attention.spans import Span
 from rpe3d.attention.table import table
 from rpe3d.geometry import Region, Turn
-from rpe3d.geometry.plan import STOCK
+from rpe3d.geometry.region import STOCK
 
 WIDEST = 256
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -117,8 +117,8 @@ def _same(x: Inputs, spans: Sequence[Span]) -> Span | None:
 
 def _launches(regions: Sequence[Region], *, together: bool) -> list[list[tuple[int, Turn]]]:
     """What is to be turned, queries (0) and keys (1), by which turns: two at a time where their tokens are as many."""
-    queries = [(0, turn) for turn in dict.fromkeys(region.query for region in regions) if turn != STOCK]
-    keys = [(1, turn) for turn in dict.fromkeys(region.key for region in regions) if turn != STOCK]
+    queries = [(0, turn) for turn in dict.fromkeys(region.query for region in regions) if not turn.is_stock]
+    keys = [(1, turn) for turn in dict.fromkeys(region.key for region in regions) if not turn.is_stock]
     if not together:
         return [[one] for one in queries + keys]
     return [[one for one in pair if one is not None] for pair in zip_longest(queries, keys)]

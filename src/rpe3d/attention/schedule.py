@@ -67,8 +67,7 @@ class Block:
     calls: tuple[Call, ...]
 
 
-@lru_cache(maxsize=64)  # the layers of a model ask for the same one
-def schedule(regions: tuple[Region, ...], queries: range, keys: range, rows: int) -> tuple[Block, ...]:
+def blocks(regions: tuple[Region, ...], queries: range, keys: range, rows: int) -> tuple[Block, ...]:
     """Blocks of at most `rows` queries (more where nothing is far); none where a band has a form that no call has.
 
     Both ranges are consecutive positions, the keys' from 0, and every query is among the keys.
@@ -81,6 +80,9 @@ def schedule(regions: tuple[Region, ...], queries: range, keys: range, rows: int
     if units == {1} and not _chunked(regions):
         return tuple(_distance_blocks(regions, queries, keys, rows))
     return tuple(_chunk_blocks(regions, units.pop(), queries, keys, rows))
+
+
+schedule = lru_cache(maxsize=64)(blocks)  # the layers of a model ask for the same one
 
 
 @lru_cache(maxsize=64)

@@ -17,7 +17,6 @@ from rpe3d.attention.schedule import Block, Call, schedule, skipping
 from rpe3d.attention.table import kept, positions_of, sharpness
 from rpe3d.config import freeze
 from rpe3d.geometry import Fade, Law, Region, Turn
-from rpe3d.geometry.plan import STOCK
 from rpe3d.rotation import rotate
 
 LEAST_BACKWARD = 16384
@@ -88,7 +87,7 @@ class Task:
 
     def _within(self, call: Call, slab: range) -> Call | None:
         """The part of a call that belongs to a slab's pass."""
-        if call.shape != "full" or call.times > 1 or self.regions[call.region].key == STOCK:
+        if call.shape != "full" or call.times > 1 or self.regions[call.region].key.is_stock:
             return call if slab.start == 0 else None
         start, stop = max(call.key, slab.start), min(call.key + call.columns, slab.stop)
         return replace(call, key=start, columns=stop - start) if start < stop else None
@@ -121,7 +120,7 @@ class Task:
 
     def turn(self, x: Tensor, turn: Turn, tokens: range, *, back: bool = False) -> Tensor:
         """Vectors of these tokens, from stock RoPE to where `turn` puts them, or back."""
-        return x if turn == STOCK else self._turned(x, turn, None, tokens, back)
+        return x if turn.is_stock else self._turned(x, turn, None, tokens, back)
 
     def _turned(self, x: Tensor, turn: Turn, fade: Fade | None, tokens: range, back: bool) -> Tensor:
         precise = torch.promote_types(x.dtype, torch.float32)

@@ -9,12 +9,14 @@ import shutil
 from argparse import ArgumentTypeError
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rpe3d.config import ConfigError
+
+if TYPE_CHECKING:
+    from rpe3d.geometry import LawSpec
 
 UNITS = {"": 1, "k": 1024, "m": 1024**2}
 MOST = 2**24
@@ -37,34 +39,17 @@ def sizes(text: str) -> list[int]:
     return [size(part) for part in text.split(",")]
 
 
-@dataclass(frozen=True, kw_only=True)
-class GivenLaw:
-    """A law as a user gives it: what to call it, its name, and its own parameters where they are not the defaults."""
-
-    label: str
-    name: str
-    parameters: dict[str, Any]
-    pretrained: int | None = None
-    """The pretrained length that a law file was made for."""
-
-    def check(self, pretrained: int) -> None:
-        """Refuse a law file that was made for another model."""
-        if self.pretrained not in (None, pretrained):
-            raise ConfigError(
-                f"{self.label} was made for a model of {self.pretrained} positions, and this one has {pretrained}",
-                "`rpe3d tune MODEL --context N` makes one for it",
-            )
-
-
 # What a law file holds besides its law's own parameters: the model that it was made for, and the evidence.
 FACTS = {"name", "pretrained", "context", "head_dim", "rope_theta", "rotary_dim", "interleaved", "rope_scaling"}
 EVIDENCE = {"schema", "kind", "measured"}
 
 
-def law(text: str) -> GivenLaw:
+def law(text: str) -> LawSpec:
     """`3d-rpe`, `3d-rpe:chunk=512,reach=5120`, or a file that `rpe3d tune` wrote."""
     if text.endswith(".json"):
         return _law_file(Path(text))
+    from rpe3d.geometry import LawSpec
+
     name, _, rest = text.partition(":")
     parameters = {}
     for item in rest.split(",") if rest else ():
@@ -72,10 +57,10 @@ def law(text: str) -> GivenLaw:
         if not equals:
             raise ConfigError(f"{item!r} in {text!r} has no value", "write a law as name:parameter=value")
         parameters[parameter.strip().replace("-", "_")] = value(given.strip())
-    return GivenLaw(label=text, name=name, parameters=parameters)
+    return LawSpec(label=text, name=name, parameters=parameters)
 
 
-def laws(text: str) -> list[GivenLaw]:
+def laws(text: str) -> list[LawSpec]:
     """Several laws with commas between; what has a value but no law in front belongs to the law before it."""
     parts: list[str] = []
     for item in text.split(","):
@@ -96,7 +81,9 @@ def value(text: str) -> bool | int | float | str:
     return text
 
 
-def _law_file(path: Path) -> GivenLaw:
+def _law_file(path: Path) -> LawSpec:
+    from rpe3d.geometry import LawSpec
+
     hint = "give a file that `rpe3d tune` wrote"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -107,7 +94,7 @@ def _law_file(path: Path) -> GivenLaw:
     if not isinstance(content, dict) or not isinstance(content.get("name"), str) or "pretrained" not in content:
         raise ConfigError(f"{path} is not a law file", hint)
     own = {key: given for key, given in content.items() if key not in FACTS | EVIDENCE}
-    return GivenLaw(label=path.stem, name=content["name"], parameters=own, pretrained=content["pretrained"])
+    return LawSpec(label=path.stem, name=content["name"], parameters=own, pretrained=content["pretrained"])
 
 
 def need(extra: str, *modules: str) -> None:

@@ -36,24 +36,23 @@ def run(arguments: Namespace) -> int:
     given = laws(arguments.laws)
     length, new = whole("--length", arguments.length, least=2), whole("--new", arguments.new)
     repeat = whole("--repeat", arguments.repeat)
-    from rpe3d.evaluate import Entry
-    from rpe3d.evaluate.compare import about, model_facts, versions
+    from rpe3d.evaluate.compare import about, versions
     from rpe3d.evaluate.speed import measure_speed
+    from rpe3d.models import as_stock, facts
 
     loaded = load_model(arguments)
-    facts = model_facts(loaded.model)
+    known = facts(as_stock(loaded.model))
     for law in given:
-        law.check(facts["pretrained"])
-    entries = [Entry(label=law.label, law=law.name, parameters=law.parameters) for law in given]
-    context = max(length + new, 2 * facts["pretrained"])
+        law.check(known["pretrained"])
+    context = max(length + new, 2 * known["pretrained"])
     with progress_bar() as progress:
         rows = measure_speed(
-            loaded.model, entries, length=length, new=new, repeat=repeat, context=context, progress=progress
+            loaded.model, given, length=length, new=new, repeat=repeat, context=context, progress=progress
         )
     print_table(rows)
     if arguments.json is not None:
         content = {"schema": 1, "kind": "bench", "command": shlex.join(["rpe3d", *sys.argv[1:]])}
-        content |= {"model": about(loaded.model, arguments.model, facts), "versions": versions(), "rows": rows}
+        content |= {"model": about(loaded.model, arguments.model, known), "versions": versions(), "rows": rows}
         with replacing("--json", arguments.json) as unfinished:
             unfinished.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         print(f"wrote {arguments.json}", file=sys.stderr)

@@ -69,14 +69,14 @@ def run(arguments: Namespace) -> int:
     if arguments.report is not None:
         need("cli", "matplotlib")
     given = all_laws() if arguments.laws == "all" else laws(arguments.laws)
-    from rpe3d.evaluate import Entry, Settings, compare, read_texts
-    from rpe3d.evaluate.compare import model_facts
+    from rpe3d.evaluate import Settings, compare, read_texts
     from rpe3d.evaluate.ranks import ranks
     from rpe3d.evaluate.results import check
     from rpe3d.evaluate.texts import check_bytes
+    from rpe3d.models import pretrained_length
 
     settings = Settings(
-        laws=[Entry(label=law.label, law=law.name, parameters=law.parameters) for law in given],
+        laws=given,
         lengths=arguments.lengths,
         measures=arguments.measures.split(","),
         **{name: getattr(arguments, name) for name in ("protocol", "windows", "copies", "passkeys", "seed", "batch")},
@@ -93,7 +93,7 @@ def run(arguments: Namespace) -> int:
         check(file, {} if arguments.overwrite else {"settings": settings.to_dict()})
     first = ranks().first
     loaded = load_model(arguments)
-    pretrained = model_facts(loaded.model)["pretrained"]
+    pretrained = pretrained_length(loaded.model)
     for law in given:
         law.check(pretrained)
     with progress_bar(first) as progress:

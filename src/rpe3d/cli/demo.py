@@ -39,14 +39,13 @@ def run(arguments: Namespace) -> int:
     need("models", "transformers")
     given = laws(arguments.laws)
     from rpe3d.cli.compare import print_table, progress_bar
-    from rpe3d.evaluate import Entry, Settings
+    from rpe3d.evaluate import Settings
     from rpe3d.evaluate.findings import findings
     from rpe3d.evaluate.report import write_report
     from rpe3d.evaluate.results import check
     from rpe3d.models.load import DEFAULT, load
 
-    entries = [Entry(label=law.label, law=law.name, parameters=law.parameters) for law in given]
-    settings = Settings(laws=entries, lengths=[arguments.length], windows=1, measures=["ppl"], passkeys=1)
+    settings = Settings(laws=given, lengths=[arguments.length], windows=1, measures=["ppl"], passkeys=1)
     out = folder("--out", arguments.out)
     file: Path = arguments.json or out / "compare.json"
     check(file, {"settings": settings.to_dict()})
@@ -70,7 +69,7 @@ def _measure(loaded: Any, settings: Settings, file: Path, progress: Progress) ->
     from rpe3d.evaluate.results import locked, read, write_json
 
     kept = {row["law"]: row for row in (read(file) or {"rows": []})["rows"] if row["status"] == "ok"}
-    asked = [entry.label for entry in settings.entries if entry.law in ASKED]
+    asked = [entry.label for entry in settings.entries if entry.name in ASKED]
     forwards = sum(entry.label not in kept for entry in settings.entries)
     forwards += sum(label not in kept or not kept[label]["passkeys"] for label in asked)
     with _layer_by_layer(loaded.model, settings.lengths[0], forwards, progress) as say:
@@ -103,15 +102,15 @@ def _fast_dtype() -> Any:
 def _passkey(loaded: Any, row: dict[str, Any]) -> dict[str, Any]:
     """A passkey near the beginning of a prompt as long as the window, as a row has it."""
     from rpe3d.evaluate import make_passkey, passkey
+    from rpe3d.evaluate.suites.under import under
     from rpe3d.evaluate.texts import opening
-    from rpe3d.models import extend, restore
+    from rpe3d.geometry import make_law
+    from rpe3d.models import facts
 
     trial = make_passkey(loaded.tokenizer, row["length"], DEPTH, 0, opening(loaded.tokenizer))
-    if row["name"] != "rope":  # which is the model as it comes
-        extend(loaded.model, row["name"], context=row["context"], **row["parameters"])
-    said = passkey(loaded.model, trial)
-    if row["name"] != "rope":
-        restore(loaded.model)
+    law = make_law(row["name"], context=row["context"], **facts(loaded.model), **row["parameters"])
+    with under(loaded.model, law):
+        said = passkey(loaded.model, trial)
     correct = said == trial.answer
     answer = {"depth": DEPTH, "key": trial.key, "answer": loaded.tokenizer.decode(said), "correct": correct}
     return {"passkey": int(correct), "passkey_n": 1, "passkeys": [answer]}

@@ -49,21 +49,20 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     need("cli", "rich")
     need("models", "transformers")
-    from rpe3d.evaluate import Entry
     from rpe3d.evaluate.ranks import ranks
     from rpe3d.evaluate.suites import store
     from rpe3d.evaluate.suites.ask import Ask, parse_tasks
     from rpe3d.evaluate.suites.chat import TEMPLATE, called, chat_of
     from rpe3d.evaluate.suites.checkpoint import own_length
     from rpe3d.evaluate.suites.evaluation import evaluate
-    from rpe3d.evaluate.suites.under import facts_of
+    from rpe3d.models import pretrained_length
 
     tasks = parse_tasks(arguments.tasks.split(","))
     given = laws(arguments.law) if arguments.law else []
     names = ("limit", "batch", "protocol", "windows", "copies", "passkeys", "seed")
     asked: dict[str, Any] = {
         "tasks": tasks,
-        "laws": [Entry(label=law.label, law=law.name, parameters=law.parameters) for law in given],
+        "laws": given,
         "authors": arguments.chat_rules == "authors",
         **{name: getattr(arguments, name) for name in names},
     }
@@ -84,8 +83,7 @@ def run(arguments: Namespace) -> int:
     for note in notes if first else ():
         print(f"note: {note}", file=sys.stderr)
     for law in given:
-        if law.pretrained is not None:
-            law.check(facts_of(loaded.model)["pretrained"])
+        law.check(pretrained_length(loaded.model))
     with progress_bar(first) as progress:
         results = evaluate(
             loaded.model,

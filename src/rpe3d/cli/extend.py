@@ -40,7 +40,7 @@ def law_parameters(arguments: Namespace) -> dict[str, Any]:
 def run(arguments: Namespace) -> int:
     need("models", "transformers")
     given = law(arguments.law)
-    parameters = given.parameters | law_parameters(arguments)
+    parameters = {**given.parameters, **law_parameters(arguments)}
     out: Path = arguments.out
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is there already", "give --out a new folder")

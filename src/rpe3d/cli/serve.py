@@ -36,7 +36,7 @@ def run(arguments: Namespace) -> int:
 
     check_installed()
     given = None if arguments.law is None else law(arguments.law)
-    parameters = (given.parameters if given else {}) | law_parameters(arguments)
+    parameters = {**(given.parameters if given else {}), **law_parameters(arguments)}
     served = prepare(arguments.model, given.name if given else None, arguments.context, parameters)
     if given is not None:
         given.check(served.law.pretrained)

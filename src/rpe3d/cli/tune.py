@@ -51,34 +51,35 @@ def run(arguments: Namespace) -> int:
         raise ConfigError(f"{out} is there already", "give --out another name, or --overwrite")
     seed, trials = whole("seed", arguments.seed, least=0), whole("trials", arguments.trials)
     from rpe3d.evaluate import effective
-    from rpe3d.evaluate.compare import about, model_facts, versions
+    from rpe3d.evaluate.compare import about, versions
     from rpe3d.evaluate.texts import opening, read_texts, tokenize
     from rpe3d.geometry import make_law
+    from rpe3d.models import as_stock, facts
 
     texts = read_texts(arguments.texts)
     loaded = load_model(arguments)
     model, tokenizer = loaded.model, loaded.tokenizer
-    facts = model_facts(model)
-    usual = make_law("3d-rpe", context=arguments.context, **facts)  # refuses a context before anything is measured
+    known = facts(as_stock(model))
+    usual = make_law("3d-rpe", context=arguments.context, **known)  # refuses a context before anything is measured
     tokens = [tokenize(tokenizer, text) for text in texts]
     seeds = list(range(seed, seed + trials))
     with progress_bar() as progress:
-        distances = effective.measure_distances(model, tokens, facts["pretrained"], seeds, opening(tokenizer), progress)
+        distances = effective.measure_distances(model, tokens, known["pretrained"], seeds, opening(tokenizer), progress)
     used = effective.effective_context(distances)
-    length = min(arguments.context, 2 * facts["pretrained"], effective.longest(tokens))
+    length = min(arguments.context, 2 * known["pretrained"], effective.longest(tokens))
     again, weighed = seeds[:WEIGHED], {}
     if 0 < used < length:
         with progress_bar() as progress:
-            first, pretrained = opening(tokenizer), facts["pretrained"]
+            first, pretrained = opening(tokenizer), known["pretrained"]
             weighed = effective.weigh(model, used, pretrained, tokens, length, again, first, progress)
     law = usual
     if used:
         anchored = bool(weighed) and weighed["anchored"].cost < weighed["even"].cost
-        chosen = effective.pick(used, facts["pretrained"], arguments.context, anchored=anchored)
-        law = make_law("3d-rpe", context=arguments.context, **facts, **chosen)
+        chosen = effective.pick(used, known["pretrained"], arguments.context, anchored=anchored)
+        law = make_law("3d-rpe", context=arguments.context, **known, **chosen)
     measured = {
         "command": shlex.join(["rpe3d", *sys.argv[1:]]),
-        "model": about(model, arguments.model, facts),
+        "model": about(model, arguments.model, known),
         "versions": versions(),
         "texts": [{"name": text.name, "sha256": text.sha256} for text in texts],
         "seeds": seeds,
@@ -91,7 +92,7 @@ def run(arguments: Namespace) -> int:
         content = {**law.to_dict(), "measured": measured}
         unfinished.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     _print_distances(distances)
-    for line in _reasons(used, facts["pretrained"], effective.AT_MOST, law.to_dict(), length, weighed):
+    for line in _reasons(used, known["pretrained"], effective.AT_MOST, law.to_dict(), length, weighed):
         print(line)
     print(f"wrote {out}: `--laws {out}` compares with it", file=sys.stderr)
     return 0

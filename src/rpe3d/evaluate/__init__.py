@@ -3,11 +3,10 @@
 from rpe3d.evaluate.compare import compare
 from rpe3d.evaluate.perplexity import perplexity
 from rpe3d.evaluate.retrieval import copy_nll, make_copy, make_passkey, passkey
-from rpe3d.evaluate.settings import Entry, Settings
+from rpe3d.evaluate.settings import Settings
 from rpe3d.evaluate.texts import Text, Tokens, default_texts, read_texts, tokenize
 
 __all__ = [
-    "Entry",
     "Settings",
     "Text",
     "Tokens",

@@ -29,8 +29,8 @@ from rpe3d.evaluate.results import SCHEMA, locked, rows_of, write_json
 from rpe3d.evaluate.row import Bench, Progress, measure_row
 from rpe3d.evaluate.settings import Settings
 from rpe3d.evaluate.texts import Text, check_tokens, default_texts, opening, tokenize
-from rpe3d.geometry import Law, make_law
-from rpe3d.models import extend, law_of, restore
+from rpe3d.geometry import Law
+from rpe3d.models import as_stock, facts
 
 
 def silent(what: str, done: float, total: float) -> None:
@@ -57,13 +57,13 @@ def compare(
     texts = list(texts) or default_texts()
     tokens = [tokenize(tokenizer, text) for text in texts]
     check_tokens(tokens, settings.lengths)
-    facts = model_facts(model)
-    laws = _laws(settings, facts)
+    known = facts(as_stock(model))
+    laws = _laws(settings, known)
     content: dict[str, Any] = {
         "schema": SCHEMA,
         "kind": "compare",
         "command": command or shlex.join(sys.argv),
-        "model": about(model, name or model.config.name_or_path, facts)
+        "model": about(model, name or model.config.name_or_path, known)
         | {"fingerprint": fingerprint(model, tokenizer)},
         "versions": versions(),
         "settings": settings.to_dict(),
@@ -112,29 +112,19 @@ def versions() -> dict[str, str]:
     return {"rpe3d": __version__, **packages, "python": platform.python_version()}
 
 
-def model_facts(model: Any) -> dict[str, Any]:
-    """What `make_law` needs to know of a model; leaves it stock."""
-    if law_of(model) is not None:
-        restore(model)
-    law = law_of(extend(model, "rope", context=model.config.get_text_config(decoder=True).max_position_embeddings))
-    restore(model)
-    assert law is not None
-    return {key: value for key, value in law.to_dict().items() if key not in ("name", "context")}
-
-
-def about(model: Any, name: str, facts: dict[str, Any]) -> dict[str, Any]:
-    """What a results file says of a model."""
+def about(model: Any, name: str, known: dict[str, Any]) -> dict[str, Any]:
+    """What a results file says of a model whose `facts` are known."""
     return {
         "name": name,
         "architecture": type(model).__name__,
         "parameters": sum(p.numel() for p in model.parameters()),
-        **{key: facts[key] for key in ("pretrained", "head_dim", "rope_theta")},
+        **{key: known[key] for key in ("pretrained", "head_dim", "rope_theta")},
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type,
     }
 
 
-def _laws(settings: Settings, facts: dict[str, Any]) -> dict[tuple[str, int], Law | ConfigError]:
+def _laws(settings: Settings, known: dict[str, Any]) -> dict[tuple[str, int], Law | ConfigError]:
     """Every law at every length as its documentation has it for that length; where it has none, its refusal.
 
     A law that refuses all lengths has wrong parameters: that is raised.
@@ -144,8 +134,7 @@ def _laws(settings: Settings, facts: dict[str, Any]) -> dict[tuple[str, int], La
         refusals = []
         for length in settings.lengths:
             try:
-                context = max(length, facts["pretrained"])
-                made[entry.label, length] = make_law(entry.law, context=context, **facts, **entry.parameters)
+                made[entry.label, length] = entry.at(length, known)
             except ConfigError as refusal:
                 made[entry.label, length] = refusal
                 refusals.append(refusal)

@@ -25,9 +25,9 @@ from rpe3d.evaluate.memory import out_of_memory
 from rpe3d.evaluate.perplexity import PROTOCOLS, Score, Window, batches, by_position, mean_nll, score
 from rpe3d.evaluate.ranks import Ranks
 from rpe3d.evaluate.retrieval import copy_nll, make_copy, make_passkey, passkey_found
-from rpe3d.evaluate.settings import Entry, Settings
+from rpe3d.evaluate.settings import Settings
 from rpe3d.evaluate.texts import Tokens
-from rpe3d.geometry import Law
+from rpe3d.geometry import Law, LawSpec
 from rpe3d.models import extend, law_of, restore
 
 OUT_OF_MEMORY = "out of memory"
@@ -72,9 +72,9 @@ def _work(length: int) -> float:
     return length * (1 + length / 8192)
 
 
-def measure_row(bench: Bench, entry: Entry, length: int, law: Law | ConfigError) -> dict[str, Any]:
+def measure_row(bench: Bench, entry: LawSpec, length: int, law: Law | ConfigError) -> dict[str, Any]:
     """One law at one length. Running out of memory in any process is the row's result, not the end."""
-    row: dict[str, Any] = {"law": entry.label, "name": entry.law, "length": length, "context": None, "status": "ok"}
+    row: dict[str, Any] = {"law": entry.label, "name": entry.name, "length": length, "context": None, "status": "ok"}
     row |= dict.fromkeys(("ppl", "tail_ppl", "copy_nll", "passkey", "passkey_n", "tokens_per_second"))
     row |= {"tokens": 0, "seconds": 0.0, "parameters": dict(entry.parameters)}
     row |= {"windows": [], "positions": [], "copies": [], "passkeys": []}
@@ -83,7 +83,7 @@ def measure_row(bench: Bench, entry: Entry, length: int, law: Law | ConfigError)
     if isinstance(law, ConfigError):
         bench.advance(end - bench.done)
         return row | {"status": f"skipped: {law}"}
-    row |= {"context": law.context, "parameters": {name: getattr(law, name) for name in law.parameters()}}
+    row |= {"context": law.context, "parameters": law.own}
     began = time.perf_counter()
     everyone = bench.ranks.gather(_within_memory(bench, law, length))
     bench.advance(end - bench.done)
@@ -98,9 +98,8 @@ def measure_row(bench: Bench, entry: Entry, length: int, law: Law | ConfigError)
 def _within_memory(bench: Bench, law: Law, length: int) -> Found | None:
     """This process's share of the row under the law; None where memory ran out. The model is stock afterwards."""
     try:
-        if law.name != "rope":
-            parameters = {name: getattr(law, name) for name in law.parameters()}
-            extend(bench.model, law.name, context=law.context, **parameters)
+        if not law.is_stock:
+            extend(bench.model, law)
         bench.advance()
         found: Found = {"windows": [], "seconds_per_token": [], "copies": [], "passkeys": []}
         for measure in bench.settings.measures:

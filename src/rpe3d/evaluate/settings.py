@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rpe3d.config import ConfigError, choice, freeze, known_keys, whole
+from rpe3d.config import ConfigError, choice, freeze, whole
 from rpe3d.evaluate.perplexity import PROTOCOLS, WINDOWS
-from rpe3d.geometry import LAWS
+from rpe3d.geometry import LawSpec
 
 MEASURES = ("ppl", "copy", "passkey")
 SHORTEST = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
-    """A law in a comparison: what its rows call it, its name, and those of its own parameters that are not defaults."""
-
-    label: str
-    law: str
-    parameters: Mapping[str, Any]
-
-    def __post_init__(self) -> None:
-        cls = LAWS[choice("law", self.law, LAWS)]
-        known_keys(f"law {self.law!r}", self.parameters, cls.parameters())
-
-
-@dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Which laws at which lengths, how much of each measure, and the seed. Laws are names or entries."""
+    """Which laws at which lengths, how much of each measure, and the seed. Laws are names or specs."""
 
-    laws: Sequence[str | Entry]
+    laws: Sequence[str | LawSpec]
     lengths: Sequence[int]
     windows: int | None = None
     """Windows of text per row; None: 4, or all of them in the published protocols."""
@@ -43,7 +30,7 @@ class Settings:
     batch: int = 1
 
     def __post_init__(self) -> None:
-        entries = [Entry(label=law, law=law, parameters={}) if isinstance(law, str) else law for law in self.laws]
+        entries = [LawSpec(label=law, name=law, parameters={}) if isinstance(law, str) else law for law in self.laws]
         for i, entry in enumerate(entries):
             if entry.label in [other.label for other in entries[:i]]:
                 raise ConfigError(f"law {entry.label!r} is given twice", "give it once, or rename the law file")
@@ -68,14 +55,14 @@ class Settings:
                 raise ConfigError(f"no {name} are given", f"give at least one of {name}")
 
     @property
-    def entries(self) -> tuple[Entry, ...]:
-        return tuple(law for law in self.laws if isinstance(law, Entry))
+    def entries(self) -> tuple[LawSpec, ...]:
+        return tuple(law for law in self.laws if isinstance(law, LawSpec))
 
     def to_dict(self) -> dict[str, Any]:
         """As the results file has it."""
         return {
             "laws": [entry.label for entry in self.entries],
-            "given": {entry.label: {"law": entry.law, **entry.parameters} for entry in self.entries},
+            "given": {entry.label: {"law": entry.name, **entry.parameters} for entry in self.entries},
             "lengths": list(self.lengths),
             "windows": self.windows,
             "copy_trials": self.copies,

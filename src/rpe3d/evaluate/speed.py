@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rpe3d.config import ConfigError
 from rpe3d.evaluate.row import Progress
-from rpe3d.evaluate.settings import Entry
+from rpe3d.geometry import LawSpec
 from rpe3d.models import extend, restore
 
 STOCK = "stock"
@@ -24,7 +24,7 @@ Reading = tuple[float, float]
 
 @torch.no_grad()
 def measure_speed(
-    model: Any, laws: Sequence[Entry], *, length: int, new: int, repeat: int, context: int, progress: Progress
+    model: Any, laws: Sequence[LawSpec], *, length: int, new: int, repeat: int, context: int, progress: Progress
 ) -> list[dict[str, Any]]:
     """One row per law and measure: its rate, the stock model's, their ratio, and the same of memory.
 
@@ -44,7 +44,7 @@ def measure_speed(
         progress(f"{name}, {'warming up' if turn < len(names) else f'round {turn // len(names)}'}", turn, total)
         if name != STOCK:
             entry = laws[names.index(name) - 1]
-            extend(model, entry.law, context=context, **entry.parameters)
+            extend(model, entry.name, context=context, **entry.parameters)
         try:
             found = _one(model, prompt, new)
         finally:

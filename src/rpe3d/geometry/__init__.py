@@ -1,8 +1,9 @@
 """Positions to angles: every law as a frozen value, and the theory of the paper for any of them."""
 
 from rpe3d.geometry.law import Law
-from rpe3d.geometry.plan import Fade, PairTurns, Phase, Region, Turn
-from rpe3d.geometry.registry import LAWS, LawInfo, laws, make_law
+from rpe3d.geometry.region import Fade, PairTurns, Phase, Region, Turn
+from rpe3d.geometry.registry import DEFAULT, LAWS, LawInfo, laws, make_law
+from rpe3d.geometry.spec import LawSpec
 from rpe3d.geometry.theory import (
     bloch_state,
     bloch_vector,
@@ -13,10 +14,12 @@ from rpe3d.geometry.theory import (
 )
 
 __all__ = [
+    "DEFAULT",
     "LAWS",
     "Fade",
     "Law",
     "LawInfo",
+    "LawSpec",
     "PairTurns",
     "Phase",
     "Region",

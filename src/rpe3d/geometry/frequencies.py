@@ -27,6 +27,15 @@ def ntk_base(dim: int, base: float, alpha: float) -> float:
     return stretched
 
 
+def refuse_scaling(name: str, rotary: Rotary) -> None:
+    """Refuse a model with a scaling, for a law `name` that rebuilds the frequencies from the base and would drop it."""
+    if rotary.scaling is not None:
+        raise ConfigError(
+            f"{name} rebuilds the frequencies and would drop the model's own {rotary.scaling.rope_type!r} scaling",
+            "choose linear or a chunk law, which keep it",
+        )
+
+
 def yarn(
     dim: int, base: float, *, factor: float, trained: int, beta_fast: float, beta_slow: float, truncate: bool
 ) -> Float64[Tensor, " l"]:

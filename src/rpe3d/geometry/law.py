@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from rpe3d.config import ConfigError, Rotary, freeze, whole
 from rpe3d.geometry.frequencies import model_attention_scaling, model_frequencies
-from rpe3d.geometry.plan import Region
+from rpe3d.geometry.region import STOCK, Region, Turn
 
 
 def parameter(default: Any, text: str) -> Any:
@@ -32,6 +33,9 @@ class Law(ABC):
 
     needs_attention: ClassVar[bool] = True
     """Whether it turns some pairs otherwise than its frequencies alone do."""
+
+    grows: ClassVar[bool] = False
+    """Whether its frequencies change as a text grows, so that cached keys keep those of an earlier length."""
 
     pretrained: int
     context: int
@@ -73,12 +77,50 @@ class Law(ABC):
         """Whether no text is too long for it, since what it shows does not depend on the context."""
         return False
 
+    @property
+    def exact_up_to(self) -> float:
+        """The most tokens of a text on which no pair is turned otherwise than the frequencies do (w + c for 3D-RPE)."""
+        ends: list[float] = []
+        for region in self.regions:
+            if region == Region(unit=region.unit, last=region.last):
+                ends.append(math.inf if region.last is None else (region.last + 1) * region.unit)
+            else:
+                ends.append((region.first or 0) * region.unit)
+        return min(ends)
+
+    @property
+    def single_turn(self) -> Turn | None:
+        """The turn of queries and keys where one serves all pairs, so that no attention has to know of the law."""
+        region, *others = self.regions
+        same = region == Region(query=region.key, key=region.key)
+        return region.key if same and not others else None
+
+    @property
+    def keeps_frequencies(self) -> bool:
+        """Whether θ_l in force are those of the pretrained model."""
+        return type(self).frequencies is Law.frequencies
+
+    @property
+    def keeps_scaling(self) -> bool:
+        """Whether cos and sin are multiplied by what the pretrained model multiplies them by."""
+        return type(self).attention_scaling is Law.attention_scaling
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether a model under this law is the pretrained model itself, at any length."""
+        return self.keeps_frequencies and self.keeps_scaling and self.single_turn == STOCK
+
+    @property
+    def chunk_in_use(self) -> int | None:
+        """Tokens in a chunk, for a law that counts in chunks."""
+        return None
+
     def model_frequencies(self) -> Float64[Tensor, " l"]:
         """θ_l of the pretrained model."""
         return model_frequencies(self.rotary)
 
     def frequencies(self, length: int | None = None) -> Float64[Tensor, " l"]:
-        """θ_l in force. `length`, the tokens seen, matters to `dynamic` alone; None is the whole context."""
+        """θ_l in force. `length`, the tokens seen, matters to a law that `grows` alone; None is the whole context."""
         return self.model_frequencies()
 
     @property
@@ -129,20 +171,15 @@ class Law(ABC):
         """This law's own parameters and their help."""
         return {f.name: f.metadata["help"] for f in fields(cls) if "help" in f.metadata}
 
+    @property
+    def own(self) -> dict[str, Any]:
+        """This law's own parameters, JSON-ready."""
+        return {name: _json_ready(getattr(self, name)) for name in self.parameters()}
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready, and the arguments of `make_law` that give this law back."""
-        rotary = self.rotary
-        return {
-            "name": self.name,
-            "pretrained": self.pretrained,
-            "context": self.context,
-            "head_dim": rotary.head_dim,
-            "rope_theta": rotary.rope_theta,
-            "rotary_dim": rotary.rotary_dim,
-            "interleaved": rotary.interleaved,
-            "rope_scaling": rotary.scaling.to_dict() if rotary.scaling else None,
-            **{name: _json_ready(getattr(self, name)) for name in self.parameters()},
-        }
+        size = {"pretrained": self.pretrained, "context": self.context}
+        return {"name": self.name, **size, **self.rotary.to_dict(), **self.own}
 
 
 def _json_ready(value: Any) -> Any:

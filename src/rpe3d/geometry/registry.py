@@ -7,32 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from rpe3d.config import Rotary, Scaling, choice, known_keys, make_scaling
-from rpe3d.geometry.dimensionwise import Dpe
-from rpe3d.geometry.interpolated import Dynamic, Linear, Ntk, Rope, Yarn
 from rpe3d.geometry.law import Law
-from rpe3d.geometry.three_d import Bounded, Definition, DualChunk
-from rpe3d.geometry.windowed import Dca, LeakyReRope, ReRope, SelfExtend, StreamingLlm, String
+from rpe3d.geometry.laws import found
 
-LAWS: dict[str, type[Law]] = {
-    law.name: law
-    for law in (
-        Rope,
-        Linear,
-        Ntk,
-        Dynamic,
-        Yarn,
-        Bounded,
-        Definition,
-        DualChunk,
-        Dca,
-        SelfExtend,
-        ReRope,
-        LeakyReRope,
-        StreamingLlm,
-        String,
-        Dpe,
-    )
-}
+LAWS: dict[str, type[Law]] = found()
+DEFAULT = "3d-rpe"
+"""The law of a user who names none."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rpe3d.config import choice, whole
 from rpe3d.geometry.law import Law
-from rpe3d.geometry.three_d import Definition
+from rpe3d.geometry.laws.definition import Definition
 
 
 def _partial_sums(law: Law, query: Tensor | int, key: Tensor | int) -> Float64[Tensor, "... l"]:

@@ -1,6 +1,16 @@
 """Hugging Face models under a law: through transformers' registries, never by patching a class."""
 
 from rpe3d.models.adapters import check_adapter, load_adapter, save_adapter
-from rpe3d.models.extend import extend, law_of, restore
+from rpe3d.models.extend import as_stock, extend, facts, law_of, pretrained_length, restore
 
-__all__ = ["check_adapter", "extend", "law_of", "load_adapter", "restore", "save_adapter"]
+__all__ = [
+    "as_stock",
+    "check_adapter",
+    "extend",
+    "facts",
+    "law_of",
+    "load_adapter",
+    "pretrained_length",
+    "restore",
+    "save_adapter",
+]

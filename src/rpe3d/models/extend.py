@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 
-from rpe3d.config import SCALINGS, ConfigError, whole
-from rpe3d.geometry import Law, make_law
-from rpe3d.models.carried import law_in, parameters_of
+from rpe3d.config import SCALINGS, ConfigError, Rotary, make_scaling, whole
+from rpe3d.geometry import DEFAULT, Law, make_law
+from rpe3d.geometry.frequencies import model_frequencies
+from rpe3d.models.carried import Carried, carried, parameters_of
 from rpe3d.models.probe import Findings, probe, refusal, run_one_token
 from rpe3d.models.registry import DYNAMIC, NAME, register, rope_init
 
@@ -30,26 +31,35 @@ class Stock:
     """Buffers and attributes of the modules that make cos and sin; none where the model was loaded extended."""
 
 
-def extend(model: Any, law: str = "3d-rpe", *, context: int, **parameters: Any) -> Any:
+@dataclass(frozen=True)
+class _Reading:
+    """What a model says of itself, whether it is under a law or not."""
+
+    found: Findings
+    stock: Stock | None
+    """What it was before; None where it is stock."""
+    facts: dict[str, Any]
+
+
+@overload
+def extend(model: Any, law: str = DEFAULT, *, context: int, **parameters: Any) -> Any: ...
+
+
+@overload
+def extend(model: Any, law: Law) -> Any: ...
+
+
+def extend(model: Any, law: str | Law = DEFAULT, *, context: int | None = None, **parameters: Any) -> Any:
     """Give a Hugging Face causal language model a longer context, in place; returns the model.
 
-    `law` is any of `rpe3d.laws()`, `parameters` its own. The pretrained length, rope base, scaling and head layout are
-    read from the model. Nothing is changed if anything is wrong. Extending again replaces the law.
+    `law` is any of `rpe3d.laws()`, `parameters` its own; or a `Law` that was made for this model, alone. The pretrained
+    length, rope base, scaling and head layout are read from the model. Nothing is changed if anything is wrong.
+    Extending again replaces the law.
     """
-    config = text_config(model)
-    stock = getattr(model, _STATE, None) or _loaded_stock(model, config)
-    base = stock.rope_parameters if stock else _rope_parameters(config)
-    pretrained = stock.max_position_embeddings if stock else int(config.max_position_embeddings)
-    found = probe(model, config)
-    _check_rope_type(type(model).__name__, _full(base).get("rope_type", "default"))
-    made = _make(law, base, pretrained, whole("context", context), found, parameters)
-    if stock is None:
-        # `model.to(torch.bfloat16)` rounds the table too. A law brings its own, in float32; `restore` brings this back.
-        rounding = torch.finfo(found.table_dtype)
-        relative, absolute = max(1e-4, rounding.eps), rounding.smallest_normal * rounding.eps
-        if not torch.allclose(made.model_frequencies(), found.frequencies, rtol=relative, atol=absolute):
-            raise refusal(type(model).__name__, "its frequencies are not those of its rope parameters")
-        stock = _stock(config, found.rotaries)
+    read = _read(model)
+    found = read.found
+    made = _law_for(read.facts, law, context, parameters)
+    stock = read.stock or _stock(text_config(model), found.rotaries)
     register()
     tables = [_kept(rotary) for rotary in found.rotaries]
     shared = _own_config(model)
@@ -65,6 +75,14 @@ def extend(model: Any, law: str = "3d-rpe", *, context: int, **parameters: Any) 
     return model
 
 
+def facts(model: Any) -> dict[str, Any]:
+    """What `make_law` has to know of a model, as its keyword arguments, or a refusal of a model that takes no law.
+
+    Found by running one token at two positions. The model stays as it is, under a law or not.
+    """
+    return _read(model).facts
+
+
 def restore(model: Any) -> Any:
     """The stock model again, bit for bit; returns the model."""
     config = text_config(model)
@@ -72,7 +90,7 @@ def restore(model: Any) -> Any:
     if stock is None:
         raise ConfigError("this model is not extended", "there is nothing to restore")
     rotaries = probe(model, config).rotaries
-    _write(config, stock.rope_parameters)
+    config.rope_parameters = copy.deepcopy(stock.rope_parameters)
     config.max_position_embeddings = stock.max_position_embeddings
     # A model that was loaded extended has its stock tables made anew from its stock config.
     kept = stock.rotaries or [_kept(type(rotary)(config=config)) for rotary in rotaries]
@@ -85,9 +103,22 @@ def restore(model: Any) -> Any:
 
 def law_of(model: Any) -> Law | None:
     """The law that a model is under, if any."""
-    config = text_config(model)
-    parameters = parameters_of(config)
-    return law_in(config) if parameters is not None and "law" in parameters else None
+    held = carried(text_config(model))
+    return None if held is None else held.law
+
+
+def pretrained_length(model: Any) -> int:
+    """Positions that a model was pretrained on, whether it is under a law or not."""
+    config, law = text_config(model), law_of(model)
+    if law is not None:
+        return law.pretrained
+    _rope_parameters(config)  # refuses a model without rotation, which may know no such length
+    return int(config.max_position_embeddings)
+
+
+def as_stock(model: Any) -> Any:
+    """The model, restored if it is under a law."""
+    return model if law_of(model) is None else restore(model)
 
 
 def check_savable(model: Any) -> None:
@@ -141,23 +172,53 @@ def _check_rope_type(family: str, rope_type: str) -> None:
         raise refusal(family, f"no law is built to stand on its rope type {rope_type!r}, {why}")
 
 
-def _make(
-    law: str, base: dict[str, Any], pretrained: int, context: int, found: Findings, parameters: dict[str, Any]
-) -> Law:
-    """The law for this model."""
+def _read(model: Any) -> _Reading:
+    """Find out what a law is made from, or refuse a model that takes none."""
+    config, family = text_config(model), type(model).__name__
+    stock = getattr(model, _STATE, None) or _loaded_stock(model, config)
+    base = stock.rope_parameters if stock else _rope_parameters(config)
+    pretrained = stock.max_position_embeddings if stock else int(config.max_position_embeddings)
+    found = probe(model, config)
     own = _full(base)
-    scaling = {k: v for k, v in own.items() if k not in ("rope_theta", "partial_rotary_factor")}
-    facts: dict[str, Any] = {
-        "pretrained": pretrained,
-        "head_dim": found.head_dim,
-        "rope_theta": own.get("rope_theta", 10000.0),
-        "rotary_dim": 2 * found.frequencies.numel(),
-        "interleaved": found.interleaved,
-        "rope_scaling": scaling,
-    }
-    if given := sorted(facts.keys() & parameters):
-        raise ConfigError(f"{given[0]} is read from the model", "leave it out: only the law's own parameters are free")
-    return make_law(law, context=context, **facts, **parameters)
+    _check_rope_type(family, own.get("rope_type", "default"))
+    rotary = Rotary(
+        head_dim=found.head_dim,
+        rope_theta=own.get("rope_theta", 10000.0),
+        rotary_dim=2 * found.frequencies.numel(),
+        interleaved=found.interleaved,
+        scaling=make_scaling(own),
+    )
+    if stock is None:
+        # `model.to(torch.bfloat16)` rounds the table too. A law brings its own, in float32; `restore` brings this back.
+        rounding = torch.finfo(found.table_dtype)
+        relative, absolute = max(1e-4, rounding.eps), rounding.smallest_normal * rounding.eps
+        if not torch.allclose(model_frequencies(rotary), found.frequencies, rtol=relative, atol=absolute):
+            raise refusal(family, "its frequencies are not those of its rope parameters")
+    return _Reading(found, stock, {"pretrained": pretrained, **rotary.to_dict()})
+
+
+def _law_for(facts: dict[str, Any], law: str | Law, context: int | None, parameters: dict[str, Any]) -> Law:
+    """The law of this name for the model of these facts; or the law given, if it was made for such a model."""
+    if not isinstance(law, Law):
+        if context is None:
+            raise TypeError("extend() missing 1 required keyword-only argument: 'context'")
+        if read := sorted(facts.keys() & parameters):
+            raise ConfigError(
+                f"{read[0]} is read from the model", "leave it out: only the law's own parameters are free"
+            )
+        return make_law(law, context=whole("context", context), **facts, **parameters)
+    if given := sorted(parameters) if context is None else ["context"]:
+        raise ConfigError(
+            f"{given[0]} is given beside a law that was made with its own", "leave it out, or give the law by its name"
+        )
+    made_for = law.to_dict()
+    for name, value in facts.items():
+        if made_for[name] != value:
+            raise ConfigError(
+                f"the law was made for a model whose {name} is {made_for[name]!r}, and this model's is {value!r}",
+                f"make it for this model: rpe3d.extend(model, {law.name!r}, context={law.context}, ...)",
+            )
+    return law
 
 
 def _stock(config: Any, rotaries: tuple[Any, ...]) -> Stock:
@@ -218,13 +279,9 @@ def _loaded_stock(model: Any, config: Any) -> Stock | None:
     )
 
 
-def _write(config: Any, parameters: dict[str, Any]) -> None:
-    config.rope_parameters = copy.deepcopy(parameters)
-
-
 def _apply(config: Any, found: Findings, law: Law, stock: Stock) -> None:
     """Config, tables and attention, in this order: each reads the one before."""
-    rope_type = DYNAMIC if law.name == "dynamic" else NAME
+    rope_type = DYNAMIC if law.grows else NAME
     own = _full(stock.rope_parameters)
     entry: dict[str, Any] = {"rope_type": rope_type, "rope_theta": own.get("rope_theta", 10000.0)}
     if "partial_rotary_factor" in own:
@@ -233,9 +290,10 @@ def _apply(config: Any, found: Findings, law: Law, stock: Stock) -> None:
     if found.unrotated:
         entry["unrotated_layers"] = list(found.unrotated)
     nested = "rope_type" not in stock.rope_parameters and "rope_theta" not in stock.rope_parameters
-    _write(config, {**stock.rope_parameters, "full_attention": entry} if nested else entry)
+    held = Carried(entry, law)
+    config.rope_parameters = {**copy.deepcopy(stock.rope_parameters), "full_attention": held} if nested else held
     # Dynamic NTK grows from the length that transformers finds here, so there it stays the pretrained one.
-    config.max_position_embeddings = length = law.pretrained if law.name == "dynamic" else law.context
+    config.max_position_embeddings = length = law.pretrained if law.grows else law.context
 
     prefix = "full_attention_" if nested else ""
     for rotary in found.rotaries:

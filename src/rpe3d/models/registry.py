@@ -7,7 +7,6 @@ config does not name us.
 from __future__ import annotations
 
 import copy
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,8 +14,8 @@ from torch import Tensor
 
 from rpe3d.attention import attention, shared_step
 from rpe3d.config import ConfigError
-from rpe3d.geometry import Law, make_law
-from rpe3d.models.carried import law_in, parameters_of
+from rpe3d.geometry import Law
+from rpe3d.models.carried import law_in, module_law, parameters_of
 from rpe3d.models.guard import tell_of_length, watch
 from rpe3d.models.positions import Layout, layer_mask, layout
 from rpe3d.models.probe import unknown
@@ -42,7 +41,7 @@ def rope_init(
     law = law_in(config, layer_type)
     if law.needs_attention:
         config._attn_implementation = NAME
-    if type(law).frequencies is Law.frequencies:  # a law that leaves them as they are
+    if law.keeps_frequencies:
         return _stock_table(config, law, device, layer_type), law.attention_scaling
     length = law.pretrained if seq_len is None else int(seq_len)  # dynamic NTK is stock until the text has grown
     return law.frequencies(length).to(device=device, dtype=torch.float32), law.attention_scaling
@@ -155,25 +154,6 @@ def _step(where: Layout, law: Law, query: Tensor, key: Tensor, value: Tensor, gi
     if kind not in where.steps:
         where.steps[kind] = shared_step(query, key, value, law, **where.arguments, **given)
     return where.steps[kind]
-
-
-def module_law(module: Any) -> Law:
-    """The module's law, made once per config it is under; for a layer that does not rotate, one that never turns."""
-    parameters = parameters_of(module.config)
-    made = module.__dict__.get("_rpe3d")
-    if made is None or made[0] is not parameters:
-        law: Law = law_in(module.config)
-        if parameters is not None and getattr(module, "layer_idx", None) in parameters.get("unrotated_layers", ()):
-            law = make_law("rope", pretrained=law.pretrained, context=law.context, head_dim=law.rotary.head_dim)
-        made = (parameters, _only(law))
-        module.__dict__["_rpe3d"] = made
-    return made[1]  # type: ignore[no-any-return]
-
-
-@lru_cache(maxsize=64)
-def _only(law: Law) -> Law:
-    """Of equal laws always the same one, so that what is kept for a law is found by a look at its identity."""
-    return law
 
 
 def _stock(

@@ -6,7 +6,6 @@ read from the pages and `rpe3d.attention` runs, the same function as under Huggi
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,8 +15,8 @@ from torch import Tensor
 from rpe3d.attention import attention, shared_step
 from rpe3d.config import ConfigError
 from rpe3d.geometry import Law
-from rpe3d.serve.checks import law_of
-from rpe3d.serve.rope import MADE, single_turn
+from rpe3d.serve.checks import config_law
+from rpe3d.serve.rope import MADE
 
 
 class LawBackend:
@@ -47,22 +46,11 @@ class Batch:
     steps: dict[Any, Any] = field(default_factory=dict)
 
 
-def horizon(law: Law) -> float:
-    """The most tokens of a text on which a law is plain RoPE for every pair (w + c for 3D-RPE)."""
-    ends: list[float] = []
-    for region in law.regions:
-        if region == type(region)(unit=region.unit, last=region.last):
-            ends.append(math.inf if region.last is None else (region.last + 1) * region.unit)
-        else:
-            ends.append((region.first or 0) * region.unit)
-    return min(ends)
-
-
 def served_law(engine: Any) -> Law | None:
     """The law that attention has to keep in an engine; None where its rotary layer does, or there is none."""
     model = engine.model_config
-    law = None if model is None else law_of(model.hf_text_config)
-    return law if law is not None and single_turn(law) is None and law.needs_attention else None
+    law = None if model is None else config_law(model.hf_text_config)
+    return law if law is not None and law.single_turn is None and law.needs_attention else None
 
 
 class LawBuilder:
@@ -71,10 +59,10 @@ class LawBuilder:
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         common, law = common_attn_metadata, served_law(self.vllm_config)  # type: ignore[attr-defined]
         build = super().build  # type: ignore[misc]
-        if law is None or common.max_seq_len <= horizon(law):
+        if law is None or common.max_seq_len <= law.exact_up_to:
             return build(common_prefix_len, common, fast_build)
         whole = build(0, common, fast_build)
-        whole.rpe3d = split(common, horizon(law), lambda near: build(0, near, fast_build))
+        whole.rpe3d = split(common, law.exact_up_to, lambda near: build(0, near, fast_build))
         return whole
 
 
@@ -175,7 +163,7 @@ class LawImpl:
         return output
 
     def attend_far(self, layer: Any, query: Tensor, kv_cache: Tensor, batch: Batch, output: Tensor) -> None:
-        """The sequences beyond the horizon, one by one."""
+        """The sequences on which the law is not plain RoPE, one by one."""
         page = kv_cache.shape[2]
         for far in batch.far:
             k, v = self.keys_and_values(layer, kv_cache, far.pages[: -(-far.length // page)])

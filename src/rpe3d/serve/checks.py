@@ -6,7 +6,7 @@ from typing import Any
 
 from rpe3d.config import ConfigError
 from rpe3d.geometry import Law
-from rpe3d.models.carried import law_in, parameters_of
+from rpe3d.models.carried import carried
 
 VERSIONS = ("0.32",)
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -20,15 +20,15 @@ def version_refusal(version: str) -> str | None:
     return f"vLLM is {version}, and laws are tested with {', '.join(VERSIONS)} alone"
 
 
-def law_of(config: Any) -> Law | None:
+def config_law(config: Any) -> Law | None:
     """The law that a Hugging Face config carries, if any."""
-    parameters = parameters_of(config)
-    return law_in(config) if parameters is not None and "law" in parameters else None
+    held = carried(config)
+    return None if held is None else held.law
 
 
 def check_model(config: Any) -> Law:
     """The law of a Hugging Face config that vLLM can serve under it, or a refusal."""
-    law = law_of(config)
+    law = config_law(config)
     if law is None:
         raise ConfigError("this model carries no law", "`rpe3d serve MODEL --context N` gives it one")
     parameters = getattr(config, "rope_parameters", {})
@@ -42,7 +42,7 @@ def check_model(config: Any) -> Law:
             f"this model sees {config.sliding_window} tokens back in some layers, and is not served under a law",
             "set sliding_window to null in its config.json if it shall see all",
         )
-    if law.name == "dynamic":
+    if law.grows:
         raise ConfigError(
             "dynamic NTK changes its frequencies as a text grows, and keys that are cached keep the old ones",
             "take another law, such as 3d-rpe",

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from rpe3d.config import ConfigError
-from rpe3d.geometry import Law
-from rpe3d.serve.checks import FAMILIES, VERSIONS, check_model, law_of, version_refusal
+from rpe3d.geometry import DEFAULT, Law
+from rpe3d.serve.checks import FAMILIES, VERSIONS, check_model, config_law, version_refusal
 
 GROUP, PLUGIN = "vllm.general_plugins", "rpe3d"
 POLL = 0.5
@@ -78,7 +78,7 @@ def prepare(name: str, law: str | None, context: int | None, parameters: dict[st
     with explained(name, hub=not path.exists()):
         config = AutoConfig.from_pretrained(source)
     notes += condense(config)
-    own = law_of(config)
+    own = config_law(config)
     if own is not None and (law or context or parameters):
         raise ConfigError(
             f"{name} carries a law already ({own.name}, {own.context} tokens)",
@@ -87,7 +87,7 @@ def prepare(name: str, law: str | None, context: int | None, parameters: dict[st
     if own is None:
         if context is None:
             raise ConfigError(f"{name} carries no law", "say how long texts may be: --context 64k")
-        overrides = _extended(config, law or "3d-rpe", context, parameters)
+        overrides = _extended(config, law or DEFAULT, context, parameters)
         for key, value in overrides.items():
             setattr(config, key, value)
     else:

@@ -12,8 +12,8 @@ from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
 from rpe3d.config import ConfigError
-from rpe3d.geometry import Law, Turn
-from rpe3d.geometry.plan import STOCK
+from rpe3d.geometry import Law
+from rpe3d.geometry.region import STOCK
 from rpe3d.models.registry import DYNAMIC, NAME
 from rpe3d.rotation import cos_sin
 from rpe3d.serve.checks import check_engine, check_model
@@ -61,7 +61,7 @@ def _checked(head_size: int, is_neox_style: bool) -> Law:
     check_engine(engine, law)
     if law.rotary.head_dim != head_size or law.rotary.interleaved == is_neox_style:
         raise ConfigError("the law was made for a model whose heads rotate otherwise", "extend this model anew")
-    if single_turn(law) is None and law.needs_attention:
+    if law.single_turn is None and law.needs_attention:
         backend = get_attn_backend(head_size, torch.get_default_dtype(), engine.cache_config.cache_dtype)
         if not issubclass(backend, LawBackend):
             raise ConfigError(
@@ -71,18 +71,10 @@ def _checked(head_size: int, is_neox_style: bool) -> Law:
     return law
 
 
-def single_turn(law: Law) -> Turn | None:
-    """The turn of queries and keys under a law that has one for all pairs; None if it has several."""
-    region, *others = law.regions
-    whole = region.unit == 1 and region.first is None and region.last is None and region.keys is None
-    return region.key if whole and not others and region.fade is None and region.query == region.key else None
-
-
 def as_vllm_turns(law: Law) -> bool:
     """Whether vLLM's own table is the law's: then short prompts are those of the stock model bit for bit."""
-    cls, scaling, turn = type(law), law.rotary.scaling, single_turn(law)
-    same = cls.frequencies is Law.frequencies and cls.attention_scaling is Law.attention_scaling
-    return same and turn in (None, STOCK) and (scaling is None or scaling.rope_type == "llama3")
+    scaling, same = law.rotary.scaling, law.keeps_frequencies and law.keeps_scaling
+    return same and law.single_turn in (None, STOCK) and (scaling is None or scaling.rope_type == "llama3")
 
 
 class LawRotary(RotaryEmbedding):  # type: ignore[misc]
@@ -101,7 +93,7 @@ class LawRotary(RotaryEmbedding):  # type: ignore[misc]
         )
 
     def _compute_cos_sin_cache(self) -> Tensor:
-        turn, positions = single_turn(self.law) or STOCK, torch.arange(self.max_position_embeddings, device="cpu")
+        turn, positions = self.law.single_turn or STOCK, torch.arange(self.max_position_embeddings, device="cpu")
         angles = turn.angle(positions, self.law.frequencies())
         table = torch.cat(cos_sin(angles, scaling=self.law.attention_scaling), dim=-1)
         return table.to(torch.get_default_device())

@@ -18,6 +18,7 @@ from rpe3d.attention import attention
 from rpe3d.attention.contract import Placed, Positions, placed
 from rpe3d.config import ConfigError
 from rpe3d.models import registry
+from rpe3d.models.carried import module_law
 from rpe3d.models.extend import text_config
 from rpe3d.models.probe import unknown
 from rpe3d.train.shifted import shifted
@@ -70,7 +71,7 @@ class TrainingAttention:
                 sliding_window=sliding_window,
                 **kwargs,
             )
-        law = registry.module_law(module)
+        law = module_law(module)
         by_position = law.needs_attention  # else by the order of tokens alone
         kind = query.device.type
         if torch.is_autocast_enabled(kind):  # cos and sin, and so q and k, are float32 where the embeddings are

@@ -10,9 +10,9 @@ import torch
 
 from rpe3d.config import ConfigError
 from rpe3d.geometry import Law, make_law
-from rpe3d.models import extend, law_of, load_adapter
+from rpe3d.models import extend, load_adapter, pretrained_length
 from rpe3d.models.adapters import FILE
-from rpe3d.models.extend import check_savable, text_config
+from rpe3d.models.extend import check_savable
 from rpe3d.models.load import Loaded, load
 
 
@@ -45,15 +45,13 @@ def merge(folder: Path, base: str | None = None, *, dtype: torch.dtype = torch.b
     law = adapter_law(folder)
     name = base or adapter_base(folder)
     loaded = load(name, dtype=torch.float32, device="cpu", **options)
-    found = law_of(loaded.model)
-    positions = text_config(loaded.model).max_position_embeddings if found is None else found.pretrained
+    positions = pretrained_length(loaded.model)
     if positions != law.pretrained:
         raise ConfigError(
             f"the adapter was trained on a model of {law.pretrained} positions, and {name} has {positions}",
             "give --base the model that it was trained on",
         )
-    own = {name: value for name, value in law.to_dict().items() if name in law.parameters()}
-    extend(loaded.model, law.name, context=law.context, **own)
+    extend(loaded.model, law)
     check_savable(loaded.model)
     merged = load_adapter(loaded.model, folder).merge_and_unload()
     if loaded.tokenizer is not None:

@@ -11,12 +11,13 @@ import torch
 
 import rpe3d
 from rpe3d.config import ConfigError
-from rpe3d.evaluate import Entry, Text, perplexity, tokenize
+from rpe3d.evaluate import Text, perplexity, tokenize
 from rpe3d.evaluate.suites import longbench, store
 from rpe3d.evaluate.suites.ask import Ask, parse_tasks
 from rpe3d.evaluate.suites.chat import Chat
 from rpe3d.evaluate.suites.data import Data
 from rpe3d.evaluate.suites.evaluation import evaluate
+from rpe3d.geometry import LawSpec
 
 HOTPOT, SAMSUM, GSM = ("longbench", "hotpotqa"), ("longbench", "samsum"), ("leval", "gsm100")
 ANSWERS = ["Paris", "Rome", "Oslo", "Bern", "Riga"]
@@ -102,21 +103,21 @@ def test_an_interrupted_run_goes_on_where_it_was(model, chat, tmp_path):
 def test_one_file_collects_laws_and_tasks_over_several_commands(model, chat, tmp_path):
     file = tmp_path / "r.json"
     run(model, chat, file=file, generate=Scripted())
-    run(model, chat, file=file, generate=Scripted(), laws=[Entry(label="dca", law="dca", parameters={})])
+    run(model, chat, file=file, generate=Scripted(), laws=[LawSpec(label="dca", name="dca", parameters={})])
     rows = run(model, chat, [HOTPOT, GSM], file=file, generate=Scripted())["rows"]
     assert [(r["law"], r["task"]) for r in rows] == [("stock", "hotpotqa"), ("dca", "hotpotqa"), ("stock", "gsm100")]
 
 
 def test_results_of_something_else_are_refused_or_replaced_when_asked(model, chat, tmp_path):
     file = tmp_path / "r.json"
-    mine = [Entry(label="mine", law="dca", parameters={"chunk": 64})]
+    mine = [LawSpec(label="mine", name="dca", parameters={"chunk": 64})]
     run(model, chat, file=file, generate=Scripted(), laws=mine)
     before = file.read_text()
     other = {**DATA, HOTPOT: DATA[HOTPOT][:2]}
     changes = {
         "settings": {"limit": 3},
         "data": {"data": other},
-        "laws": {"laws": [Entry(label="mine", law="dca", parameters={"chunk": 32})]},
+        "laws": {"laws": [LawSpec(label="mine", name="dca", parameters={"chunk": 32})]},
     }
     for part, change in changes.items():
         with pytest.raises(ConfigError, match=f"holds results of other {part}"):
@@ -156,7 +157,7 @@ def test_a_checkpoints_own_law_is_not_the_law_of_that_name(model, chat, tmp_path
     """Without `--law` the row of an extended checkpoint has the name of its law, whatever its parameters are."""
     rpe3d.extend(model, "dca", context=2048, chunk=32)
     run(model, chat, file=tmp_path / "r.json", generate=Scripted())
-    dca = [Entry(label="dca", law="dca", parameters={})]
+    dca = [LawSpec(label="dca", name="dca", parameters={})]
     with pytest.raises(ConfigError, match="holds results of other laws"):
         run(model, chat, file=tmp_path / "r.json", generate=Scripted(), laws=dca)
 
@@ -217,7 +218,7 @@ def test_questions_are_made_once_for_all_laws_and_rows_keep_the_order_asked(mode
     made = []
     samples = longbench.samples
     monkeypatch.setattr(longbench, "samples", lambda *a: made.append((a[0], a[3])) or samples(*a))
-    laws = [Entry(label=name, law=name, parameters={}) for name in ("rope", "dca")]
+    laws = [LawSpec(label=name, name=name, parameters={}) for name in ("rope", "dca")]
     rows = run(model, chat, [HOTPOT, SAMSUM], generate=Scripted(), laws=laws, lengths=[1024, 2048])["rows"]
     assert made == [(task, length) for length in (1024, 2048) for task in ("hotpotqa", "samsum")]
     assert [(row["law"], row["length"], row["task"]) for row in rows] == [
@@ -270,7 +271,7 @@ def test_a_batch_that_is_too_large_is_halved(model, chat, monkeypatch, error):
 def test_probes_are_those_of_compare_and_leave_the_model_as_it_was(model, chat, tmp_path):
     before = model(torch.arange(1, 200)[None]).logits
     tasks = parse_tasks(["ppl", "copy", "passkey"])
-    laws = [Entry(label=name, law=name, parameters={}) for name in ("rope", "dca")]
+    laws = [LawSpec(label=name, name=name, parameters={}) for name in ("rope", "dca")]
     asked = {"lengths": [512], "laws": laws, "windows": 2, "copies": 2, "passkeys": 2}
     rows = run(model, chat, tasks, tmp_path / "r.json", **asked)["rows"]
     assert torch.equal(model(torch.arange(1, 200)[None]).logits, before)
@@ -286,7 +287,7 @@ def test_a_checkpoint_with_a_law_is_measured_under_it_and_keeps_it(model, chat):
     rpe3d.extend(model, "3d-rpe", context=1024)
     before = model(torch.arange(600)[None] % 257).logits
     as_it_is = run(model, chat, generate=Scripted())["rows"]
-    rope = [Entry(label="rope", law="rope", parameters={})]
+    rope = [LawSpec(label="rope", name="rope", parameters={})]
     laws_seen = []
     stock = run(model, chat, generate=lambda p, *_: laws_seen.append(rpe3d.law_of(model)) or [""] * len(p), laws=rope)[
         "rows"
@@ -297,10 +298,10 @@ def test_a_checkpoint_with_a_law_is_measured_under_it_and_keeps_it(model, chat):
 
 
 def test_a_law_that_has_no_form_for_a_length_is_a_row_that_says_so(model, chat):
-    tight = [Entry(label="3d-rpe", law="3d-rpe", parameters={"chunk": 8, "window": 16, "reach": 20})]
+    tight = [LawSpec(label="3d-rpe", name="3d-rpe", parameters={"chunk": 8, "window": 16, "reach": 20})]
     with pytest.raises(ConfigError, match="reach is 20, below window"):
         run(model, chat, generate=Scripted(), laws=tight)
-    good = Entry(label="good", law="dca", parameters={})
+    good = LawSpec(label="good", name="dca", parameters={})
     rows = run(model, chat, generate=Scripted(), laws=[*tight, good])["rows"]
     assert [row["status"].split(":")[0] for row in rows] == ["skipped", "ok"]
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from rpe3d.analysis.cost import cost
-from rpe3d.analysis.shown import KINDS, Run, chunk_of, distances, kinds, runs, shown
+from rpe3d.analysis.shown import KINDS, Run, distances, kinds, runs, shown
 from rpe3d.analysis.table import numbers
 from rpe3d.config import ConfigError, known_keys, whole
-from rpe3d.geometry import LAWS, Law, decay_bound, make_law, resolution
+from rpe3d.geometry import DEFAULT, LAWS, Law, decay_bound, make_law, resolution
 
 MODEL = ("pretrained", "context", "head_dim", "rope_theta")
 SLIDERS = ("chunk", "window", "reach")
@@ -55,7 +55,7 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
     found = runs(law, 1024)
     return {
         "error": None,
-        "parameters": {name: getattr(law, name) for name in law.parameters() if name in SLIDERS},
+        "parameters": {name: value for name, value in law.own.items() if name in SLIDERS},
         "plane": plane,
         "planes": law.rotary.pairs,
         "shown": _extremes(law, plane),
@@ -120,7 +120,7 @@ def _sphere(law: Law, plane: int) -> dict[str, Any]:
     Heights follow its square root, so that near chunks lie apart. A law without chunks has one coordinate, and goes
     round the equator.
     """
-    last, chunk = law.context - 1, chunk_of(law)
+    last, chunk = law.context - 1, law.chunk_in_use
     if chunk is None or chunk > last:
         paths, heights = [distances(law, ON_CIRCLE)], [0.0]
     else:
@@ -173,7 +173,7 @@ def _percent(share: float) -> str:
 
 def code(name: str, context: int, given: Mapping[str, Any]) -> str:
     """The call that extends a model so; `model` is the user's."""
-    law = "" if name == "3d-rpe" else f'"{name}", '
+    law = "" if name == DEFAULT else f'"{name}", '
     return f"import rpe3d\n\nrpe3d.extend(model, {law}{', '.join(_keywords(context, given))})"
 
 
@@ -183,7 +183,7 @@ def _keywords(context: int, given: Mapping[str, Any]) -> list[str]:
 
 def command(name: str, context: int, given: Mapping[str, Any]) -> str:
     """The same on the command line; MODEL and DIR are the user's."""
-    law = "" if name == "3d-rpe" else f" --law {name}"
+    law = "" if name == DEFAULT else f" --law {name}"
     options = "".join(
         f" --{option} {value}" if option in SLIDERS else f" --set {option}={value}" for option, value in given.items()
     )

@@ -8,8 +8,9 @@ from typing import Any
 
 from rpe3d.config import ConfigError, choice, freeze, whole
 from rpe3d.evaluate.perplexity import PROTOCOLS
-from rpe3d.evaluate.settings import SHORTEST, Entry
+from rpe3d.evaluate.settings import SHORTEST
 from rpe3d.evaluate.suites import SUITES, suite
+from rpe3d.geometry import LawSpec
 
 PROBES = ("ppl", "passkey", "copy")
 Task = tuple[str, str]
@@ -47,7 +48,7 @@ class Ask:
 
     tasks: Sequence[Task]
     lengths: Sequence[int]
-    laws: Sequence[Entry] = ()
+    laws: Sequence[LawSpec] = ()
     limit: int | None = None
     """Samples of each task; None: all of them, and RULER's 500."""
     batch: int = 1

@@ -41,7 +41,7 @@ from rpe3d.evaluate.suites.data import Data
 from rpe3d.evaluate.suites.generate import Generator, generator
 from rpe3d.evaluate.suites.measure import Advance, Means, predict, probe
 from rpe3d.evaluate.suites.predictions import Predictions, Score
-from rpe3d.evaluate.suites.under import Place, about, laws_of, own_parameters, under
+from rpe3d.evaluate.suites.under import Place, about, laws_of, under
 from rpe3d.evaluate.texts import Text
 from rpe3d.geometry import Law
 
@@ -169,7 +169,7 @@ def _row(
     if isinstance(law, ConfigError):
         return row | {"status": f"skipped: {law}"}
     if law is not None:
-        row |= {"name": law.name, "context": law.context, "parameters": own_parameters(law)}
+        row |= {"name": law.name, "context": law.context, "parameters": law.own}
     advance(0.0)
     began = time.perf_counter()
     score = _measured(means, law, length, task, kept, advance)

@@ -9,17 +9,15 @@ from typing import Any
 import torch
 
 from rpe3d.config import ConfigError
-from rpe3d.evaluate.compare import model_facts
-from rpe3d.evaluate.settings import Entry
-from rpe3d.geometry import Law, make_law
-from rpe3d.models import extend, law_of, restore
+from rpe3d.geometry import Law, LawSpec
+from rpe3d.models import extend, facts, law_of, restore
 
 Place = tuple[str, int]
 """A law's label and a length."""
 STOCK = "stock"
 
 
-def laws_of(model: Any, entries: Sequence[Entry], lengths: Sequence[int]) -> dict[Place, Law | ConfigError | None]:
+def laws_of(model: Any, entries: Sequence[LawSpec], lengths: Sequence[int]) -> dict[Place, Law | ConfigError | None]:
     """Every law at every length; where it has none for that length, its refusal.
 
     Without laws the model as it is, which is None: any checkpoint can be measured so, also one that takes no law.
@@ -27,13 +25,12 @@ def laws_of(model: Any, entries: Sequence[Entry], lengths: Sequence[int]) -> dic
     own = law_of(model)
     if not entries:
         return {(own.name if own else STOCK, length): None for length in lengths}
-    facts = facts_of(model)
+    known = facts(model)
     made: dict[Place, Law | ConfigError | None] = {}
     for entry in entries:
         for length in lengths:
             try:
-                context = max(length, facts["pretrained"])
-                made[entry.label, length] = make_law(entry.law, context=context, **facts, **entry.parameters)
+                made[entry.label, length] = entry.at(length, known)
             except ConfigError as refusal:
                 made[entry.label, length] = refusal
     refusals = [law for law in made.values() if isinstance(law, ConfigError)]
@@ -42,31 +39,19 @@ def laws_of(model: Any, entries: Sequence[Entry], lengths: Sequence[int]) -> dic
     return made
 
 
-def facts_of(model: Any) -> dict[str, Any]:
-    """What `make_law` needs to know of a model, which keeps the law that it carries."""
-    law = law_of(model)
-    if law is None:
-        return model_facts(model)
-    return {key: value for key, value in law.to_dict().items() if key not in ("name", "context", *law.parameters())}
-
-
-def own_parameters(law: Law) -> dict[str, Any]:
-    return {name: getattr(law, name) for name in law.parameters()}
-
-
 @contextmanager
 def under(model: Any, law: Law | None) -> Iterator[None]:
     """The model under a law (None: as it is), and as it was afterwards."""
     own = law_of(model)
-    if law is not None and law.name != "rope":
-        extend(model, law.name, context=law.context, **own_parameters(law))
+    if law is not None and not law.is_stock:
+        extend(model, law)
     elif law is not None and own is not None:
         restore(model)
     try:
         yield
     finally:
         if law is not None and own is not None:
-            extend(model, own.name, context=own.context, **own_parameters(own))
+            extend(model, own)
         elif law is not None and law_of(model) is not None:
             restore(model)
 

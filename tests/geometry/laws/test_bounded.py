@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rpe3d import make_law
 from rpe3d.config import ConfigError
 from rpe3d.geometry import Fade, decay_bound, resolution
-from rpe3d.geometry.three_d import bounded_regions
+from rpe3d.geometry.laws.bounded import bounded_regions
 
 SLACK = 1e-9  # float64 rounding of positions up to a few million; no fact turns on less
 
@@ -101,13 +101,20 @@ def test_f_depends_on_differences_only(case, chunks):
     torch.testing.assert_close(f, g, rtol=1e-12, atol=SLACK)
 
 
-@given(parameters())
-def test_a_key_is_turned_by_its_own_position_alone(parameters):
-    """Fact 3: the context's length enters through the law, never through the prompt, so caches stay exact."""
+@given(parameters(), st.lists(st.integers(0, 2**20), min_size=1, max_size=30))
+def test_far_keys_and_queries_are_turned_back_by_their_own_chunk_alone(parameters, positions):
+    """Fact 3: against stock RoPE a far key is turned by -c (1 - r) j θ, a far query by -c (1 - r) (i - A) θ.
+
+    Neither depends on the other or on the length of the prompt, so cached keys stay right.
+    """
     law = bounded(parameters)
-    far = law.regions[1].key
-    assert far.stride == law.chunk * law.slope
-    assert (far.start, far.phase, law.regions[0].key.phase) == (0.0, None, None)
+    p, theta = torch.tensor(positions), law.frequencies()
+    back = -law.chunk * (1 - law.slope) * (p // law.chunk).double()
+    ahead = law.chunk * (1 - law.slope) * (law.window // law.chunk)
+    for region in law.regions[1:]:
+        key, query = (turn.angle(p, theta, stock=True) for turn in (region.key, region.query))
+        torch.testing.assert_close(key, back[:, None] * theta, rtol=0, atol=1e-8)
+        torch.testing.assert_close(query, (back + ahead)[:, None] * theta, rtol=0, atol=1e-8)
 
 
 @given(st.integers(1, 600), st.integers(1, 9), st.integers(0, 10**6), st.integers(0, 10**6))

@@ -1,4 +1,15 @@
-"""Laws whose far positions differ from pair to pair of dimensions."""
+"""DPE (Lu et al. 2025, arXiv 2504.18857): Self-Extend with a group of its own for each part of the pairs.
+
+A pair of scale G stands at p div G + w - w div G as a query and at p div G as a key, from distance w on. Scales are
+found for a model by a needle search at the target length; without them this law is Self-Extend. Published for
+Llama-3-8B (8192 positions) at 131072 tokens with window 1024: 4, 4, 2, 16, 32, 32, 16, 128 in the README and in the
+names of the predictions, 2, 8, 2, 8, 32, 32, 32, 4 in the config file. Given scales are not held below the pretrained
+length: the published ones are not, and the search found that some pairs bear it.
+
+Two departures. The published `top k` leaves some pairs of each head at their true distance, as a scale of 1 does; a law
+is the same for all heads, so it is not here. In a prompt the published code joins window and far positions by
+w - w / G; here it is w - w div G, as in its decoding. Where G divides w, as in all its settings, they are the same.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +19,16 @@ from typing import Any, ClassVar
 
 from rpe3d.config import ConfigError, whole
 from rpe3d.geometry.law import parameter
-from rpe3d.geometry.plan import Region, Turn, by_pair
-from rpe3d.geometry.windowed import Window, default_group
+from rpe3d.geometry.laws.self_extend import default_group
+from rpe3d.geometry.region import Region, Turn, by_pair
+from rpe3d.geometry.windowed import Window
 
 GROUPS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dpe(Window):
-    """DPE (Lu et al. 2025, arXiv 2504.18857): Self-Extend with a group of its own for each part of the pairs.
-
-    A pair of scale G stands at p div G + w - w div G as a query and at p div G as a key, from distance w on. Scales are
-    found for a model by a needle search at the target length; without them this law is Self-Extend. Published for
-    Llama-3-8B (8192 positions) at 131072 tokens with window 1024: 4, 4, 2, 16, 32, 32, 16, 128 in the README and in the
-    names of the predictions, 2, 8, 2, 8, 32, 32, 32, 4 in the config file. Given scales are not held below the
-    pretrained length: these are not, and the search found that some pairs bear it.
-
-    Two differences. The published `top k` leaves some pairs of each head at their true distance, as a scale of 1 does;
-    a law is the same for all heads, so it is not here. In a prompt the published code joins window and far positions by
-    w - w / G; here it is w - w div G, as in its decoding. Where G divides w, as in all its settings, they are the same.
-    """
+    """Self-Extend with groups of its own for each part of the pairs of dimensions."""
 
     name: ClassVar[str] = "dpe"
     summary: ClassVar[str] = "DPE: Self-Extend with groups of its own for each part of the pairs of dimensions"

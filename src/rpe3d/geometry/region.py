@@ -20,6 +20,8 @@ import torch
 from jaxtyping import Bool, Float64, Int
 from torch import Tensor
 
+from rpe3d.config import freeze
+
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
@@ -64,6 +66,12 @@ class Turn:
         angle = x * frequencies
         return angle if self.phase is None else angle + self.phase(p // self.chunk)[..., None]
 
+    @property
+    def is_stock(self) -> bool:
+        """Whether it is plain RoPE, x = p without a phase, in chunks of any size; with a finite ceiling it is not."""
+        same = self.stride == self.chunk and (self.chunk == 1 or self.offset == 1)
+        return same and self.start == 0 and self.ceiling == inf and self.phase is None
+
 
 STOCK = Turn()
 
@@ -83,6 +91,11 @@ class PairTurns(Turn):
         """x(p) of every plane."""
         columns = [turn.positions(p).expand(*p.shape, pairs) for pairs, turn in self.groups]
         return torch.cat(columns, dim=-1)
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether every group of planes is turned as by plain RoPE."""
+        return all(turn.is_stock for _, turn in self.groups)
 
 
 def by_pair(groups: Iterable[tuple[int, Turn]]) -> Turn:
@@ -125,7 +138,8 @@ class Region:
     """Pairs with first <= query div unit - key div unit <= last, and start <= key < keys; how q and k are turned there.
 
     `unit` 1 makes bands of distances, `unit` c bands of chunk distances. The band is cut by causality when
-    attention executes it; `first` None reaches down to and past the diagonal.
+    attention executes it; `first` None reaches down to and past the diagonal. A turn that `is_stock` is kept as
+    `STOCK`: what compares turns, or keeps something for each, meets plain RoPE in one form.
     """
 
     unit: int = 1
@@ -136,6 +150,12 @@ class Region:
     query: Turn = STOCK
     key: Turn = STOCK
     fade: Fade | None = None
+
+    def __post_init__(self) -> None:
+        for side in ("query", "key"):
+            turn: Turn = getattr(self, side)
+            if turn is not STOCK and turn.is_stock:
+                freeze(self, **{side: STOCK})
 
     def contains(self, query: Int[Tensor, "*p"], key: Int[Tensor, "*p"]) -> Bool[Tensor, "*p"]:
         """Which of the pairs lie in this region (causality aside)."""

@@ -1,0 +1,121 @@
+"""3D-RPE, bounded: the two coordinates of 3D-RPE (eq. 5 of arXiv 2406.09897), made to hold on a pretrained model.
+
+    f = (m - n) + c [ r a + (1 - r) min(a, A) ],   a = i - j,   A = w / c,   r = (R - c - w) / (L - w)
+
+for a query at offset m of chunk i and a key at offset n of chunk j. Departs from the paper: the second coordinate is a
+bounded position instead of the phase φ, so a pair within the window w is exact RoPE, and no pair is shown a relative
+position of R or more. Far keys of a query beyond R fade (`Fade`), which the paper does not have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from rpe3d.config import ConfigError, real, whole
+from rpe3d.geometry.law import Law, parameter
+from rpe3d.geometry.region import Fade, Region, Turn
+
+FOCUS, FADE = 2.0, 0.125
+"""How far keys weigh when there are more of them than the model knows; measured on two models (docs/log.md)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounded(Law):
+    """3D-RPE that keeps its promises on a pretrained model: exact near, and never an unseen position far."""
+
+    name: ClassVar[str] = "3d-rpe"
+    summary: ClassVar[str] = "3D-RPE, bounded: exact window, far chunks packed into a reach the model has seen"
+
+    chunk: int = parameter(None, "tokens in a chunk, c; default pretrained / 16")
+    window: int = parameter(None, "exact RoPE up to here, w, a multiple of chunk; default 5/16 of pretrained")
+    reach: int = parameter(None, "no pair is shown this relative position or more, R; default half of pretrained")
+    focus: float = parameter(
+        None, "a query at p > R takes far keys (log p / log R)^focus times sharper; default 2, with your own reach 0"
+    )
+    fade: float = parameter(None, "and gives them (R / p)^fade of their weight; default 1/8, with your own reach 0")
+    sinks: int = parameter(0, "first tokens that do not fade, at most a chunk; `rpe3d tune` tells whether 1 is better")
+
+    def check(self) -> dict[str, Any]:
+        longest = self.pretrained
+        # Half of the pretrained length at most, so that one exact and one far chunk always fit into the reach.
+        chunk = whole("chunk", max(1, longest // 16) if self.chunk is None else self.chunk)
+        if 2 * chunk > longest:
+            raise ConfigError(
+                f"chunk is {chunk}, above half of the pretrained length {longest}",
+                f"lower chunk to at most {longest // 2}: the window needs one chunk and the far part another",
+            )
+        if self.window is None:
+            room = (longest if self.reach is None else whole("reach", self.reach, least=2)) - chunk
+            window = max(1, min(5 * longest // 16, room) // chunk) * chunk
+        else:
+            window = whole("window", self.window)
+        if window % chunk:
+            raise ConfigError(
+                f"window is {window}, not a multiple of chunk {chunk}",
+                f"choose window {max(chunk, window // chunk * chunk)}, or a chunk that divides it",
+            )
+        reach = max(longest // 2, window + chunk) if self.reach is None else whole("reach", self.reach)
+        if reach < window + chunk:
+            raise ConfigError(
+                f"reach is {reach}, below window + chunk = {window + chunk}",
+                "raise reach, or lower window or chunk",
+            )
+        if reach > longest:
+            raise ConfigError(
+                f"reach is {reach}, above the pretrained length {longest}",
+                "lower reach (and window + chunk with it): the model has seen no position beyond",
+            )
+        given = {"focus": self.focus, "fade": self.fade}
+        default = {"focus": FOCUS, "fade": FADE} if self.reach is None else dict.fromkeys(given, 0.0)
+        weights = {
+            name: default[name] if value is None else real(name, value, least=0.0, most=8.0)
+            for name, value in given.items()
+        }
+        sinks = whole("sinks", self.sinks, least=0, most=chunk)
+        return {"chunk": chunk, "window": window, "reach": reach, **weights, "sinks": sinks}
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        faded = self.fade or self.focus
+        fade = Fade(rate=self.fade, focus=self.focus, span=float(self.reach)) if faded else None
+        return bounded_regions(self.chunk, self.near_chunks, self.slope, fade, self.sinks)
+
+    @property
+    def near_chunks(self) -> int:
+        """A: pairs at most this many chunks apart are exact RoPE."""
+        return self.window // self.chunk
+
+    @property
+    def slope(self) -> float:
+        """r = (R - c - w) / (L - w): what is left of a far distance."""
+        return (self.reach - self.chunk - self.window) / (self.context - self.window)
+
+    @property
+    def endless(self) -> bool:
+        return self.slope == 0
+
+    @property
+    def chunk_in_use(self) -> int:
+        return self.chunk
+
+
+def bounded_regions(
+    chunk: int, near_chunks: int, slope: float, fade: Fade | None = None, sinks: int = 0
+) -> tuple[Region, ...]:
+    """f = (m - n) + c [ r a + (1 - r) min(a, A) ]: the pair's own two coordinates, a = i - j (eq. 5).
+
+    Plain RoPE up to chunk distance A; beyond it a query stands at m + c (r i + (1 - r) A), a key at n + c r j. Far keys
+    fade, but for the first `sinks` of all.
+    """
+    far_query = Turn(chunk=chunk, offset=1.0, stride=chunk * slope, start=chunk * (1 - slope) * near_chunks)
+    far_key = Turn(chunk=chunk, offset=1.0, stride=chunk * slope)
+    first = near_chunks + 1
+    near = Region(unit=chunk, last=near_chunks)
+    if fade is None or not sinks:
+        return (near, Region(unit=chunk, first=first, query=far_query, key=far_key, fade=fade))
+    return (
+        near,
+        Region(unit=chunk, first=first, keys=sinks, query=far_query, key=far_key),
+        Region(unit=chunk, first=first, start=sinks, query=far_query, key=far_key, fade=fade),
+    )

@@ -1,0 +1,76 @@
+"""Dual chunk attention, DCA (An et al. 2024, arXiv 2402.17463), as ChunkLlama publishes it.
+
+For offset m in chunk i, keys stand at n; queries stand at m for their own chunk, at min(m + c, w) for the previous
+chunk, and at w for all farther ones. The default chunk is ChunkLlama's first (docs/footguns.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from rpe3d.config import ConfigError, whole
+from rpe3d.geometry.law import Law, parameter
+from rpe3d.geometry.region import Phase, Region, Turn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dca(Law):
+    """Restart positions in every chunk, and let queries stand at one position for all far chunks."""
+
+    name: ClassVar[str] = "dca"
+    summary: ClassVar[str] = "dual chunk attention (ChunkLlama): chunks restart, far queries stand at one position"
+
+    chunk: int = parameter(None, "tokens in a chunk, c; default window - pretrained / 16")
+    window: int = parameter(None, "the largest position shown, w; default 3/4 of pretrained")
+
+    def check(self) -> dict[str, Any]:
+        chunk, window = check_dual_chunk(self, self.chunk, self.window)
+        return {"chunk": chunk, "window": window}
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        return dual_chunk_regions(self.chunk, self.window)
+
+    @property
+    def endless(self) -> bool:
+        return True
+
+    @property
+    def chunk_in_use(self) -> int:
+        return self.chunk
+
+
+def dual_chunk_regions(chunk: int, window: int, phase: Phase | None = None) -> tuple[Region, ...]:
+    """Dual chunk attention (An et al. 2024, arXiv 2402.17463), with an optional phase on the far pairs.
+
+    Keys stand at n; queries at m for their own chunk, at min(m + c, w) for the previous one, at w for all farther ones.
+    Only differences count, and a chunk or two away whole chunks can be added to both sides: so the first two regions
+    leave the keys where stock RoPE has them, with the query at i c + m and at i c + min(m, w - c).
+    """
+    following = Turn(chunk=chunk, offset=1.0, ceiling=float(window - chunk), stride=float(chunk))
+    far_query = Turn(chunk=chunk, stride=0.0, start=float(window), phase=phase)
+    far_key = Turn(chunk=chunk, offset=1.0, stride=0.0, phase=phase)
+    return (
+        Region(unit=chunk, last=0),
+        Region(unit=chunk, first=1, last=1, query=following),
+        Region(unit=chunk, first=2, query=far_query, key=far_key),
+    )
+
+
+def check_dual_chunk(law: Law, chunk: object, window: object) -> tuple[int, int]:
+    """Chunk and largest shown position as ChunkLlama sets them: w = 3/4 L_p, c = w - L_p / 16."""
+    largest = max(1, law.pretrained * 3 // 4) if window is None else whole("window", window)
+    if largest >= law.pretrained:
+        raise ConfigError(
+            f"window is {largest}, but {law.name} shows position {largest} itself and the model has seen "
+            f"only {law.pretrained}",
+            f"lower window below {law.pretrained}",
+        )
+    size = max(1, largest - law.pretrained // 16) if chunk is None else whole("chunk", chunk)
+    if size > largest:
+        raise ConfigError(
+            f"chunk is {size}, above window {largest}, so far keys would come after the query",
+            f"lower chunk to at most {largest}, or raise window",
+        )
+    return size, largest
