@@ -6,7 +6,7 @@ import pytest
 
 from rpe3d import laws, make_law
 from rpe3d.analysis.cost import cost
-from rpe3d.attention.schedule import schedule
+from rpe3d.attention.blocked.schedule import schedule
 
 
 def example(name, **given):
@@ -55,8 +55,8 @@ def test_blocks_and_slabs_are_those_of_attention():
     import torch
 
     from rpe3d.analysis.cost import ROWS, SLAB
-    from rpe3d.attention.dispatch import _rows
-    from rpe3d.attention.task import Task
+    from rpe3d.attention.blocked import _rows
+    from rpe3d.attention.blocked.task import Task
 
     assert Task.slab == SLAB
     assert _rows(torch.zeros(1, 1, 1, 1), 8192) == ROWS

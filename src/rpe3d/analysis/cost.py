@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from rpe3d.attention.schedule import Call, schedule
+from rpe3d.attention.blocked.schedule import Call, schedule
 from rpe3d.geometry import Law
 from rpe3d.geometry.plan import STOCK
 
@@ -35,8 +35,7 @@ def cost(law: Law) -> Cost:
     windows = [r.last + 1 for r in regions if r.unit == 1 and r.last is not None]
     if law.context > MOST * min([ROWS, *windows]):
         return Cost(None, None, query, key)
-    # Not the cached one: nobody asks for the same again, and these are long.
-    blocks = schedule.__wrapped__(regions, everything, everything, ROWS)
+    blocks = schedule(regions, everything, everything, ROWS)
     calls = [call for block in blocks for call in block.calls]
     if not calls:
         return Cost(0, None, query, key)
