@@ -68,7 +68,7 @@ def in_float64(x: Problem) -> Problem:
 
 
 def eager(x: Problem) -> tuple[Tensor, Tensor]:
-    """Return what one would write without a kernel, in the type of q: rotate, and attend as Hugging Face does eagerly."""
+    """Return what one would write without a kernel, in the type of q: rotate, attend as Hugging Face does eagerly."""
     group = x.q.shape[1] // x.k.shape[1]
     k, v = (y.nan_to_num().repeat_interleave(group, 1) for y in (x.k, x.v))
     query, key = x.positions()

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from rpe3d import ConfigError, laws, make_law
-from rpe3d.attention import attention, blocked, choose, explain, prefill, reference
+from rpe3d.attention import attention, blocked, explain, prefill, reference
+from rpe3d.attention.choose import prompt
 from rpe3d.attention.problem import check
 from rpe3d.attention.spans import spans
 from rpe3d.testing import assert_as_good, in_float64, random_problem, small_law
@@ -224,7 +225,7 @@ def test_a_gpu_takes_it_where_it_saves_enough_calls(monkeypatch):
     def choice(t, h=8, law=law, dtype=torch.bfloat16, **options):
         q = torch.empty(1, h, t, 64, dtype=dtype, device="meta")
         x = check(q, q, q, law, rotated=True, **options)
-        return choose.prompt(x, blocked.Calls(x), "the library").impl
+        return prompt(x, blocked.Calls(x), "the library").impl
 
     assert choice(2048) == "blocked"
     assert choice(8192) == "prefill"

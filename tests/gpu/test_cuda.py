@@ -1,4 +1,4 @@
-"""What only a GPU can show: the libraries' calls, captured graphs, whole models. `make test-gpu` runs it with the rest."""
+"""What only a GPU can show: the libraries' calls, captured graphs, whole models. `make test-gpu` runs it, and more."""
 
 from __future__ import annotations
 
