@@ -6,12 +6,13 @@ READY  := $(VENV)/.ready
 OLDEST := .venv-oldest
 SERVE  := .venv-serve
 
-.PHONY: demo test test-slow test-oldest test-serve check format clean
+.PHONY: demo test test-gpu test-slow test-oldest test-serve check format clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    the main job, on an embedded default"
 	@echo "make test    the tests      make test-slow    the long ones too"
+	@echo "make test-gpu     the tests of kernels, library calls and models on this machine's GPU"
 	@echo "make test-oldest  the tests of models and commands, on the oldest transformers that is supported"
 	@echo "make test-serve   the tests of serving, with vLLM on the CPU, in a venv of its own (4 GB)"
 	@echo "make check   format, lint, types, import contract"
@@ -47,6 +48,12 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest -m "not slow"
+
+# What runs on the device where there is one. Without the jaxtyping of the other tests, as users run it.
+GPU_TESTS := tests/gpu tests/attention tests/rotation tests/models/test_layouts.py tests/models/test_devices.py tests/evaluate/test_origin.py
+
+test-gpu: $(READY)
+	$(BIN)/python -m pytest $(GPU_TESTS)
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest

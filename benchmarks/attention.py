@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from rpe3d import Law, make_law
-from rpe3d.attention import attention, shared_step
+from rpe3d.attention import Shared, attention
 from stamp import COLUMNS, stamp
 
 Rows = list[dict[str, Any]]
@@ -53,7 +53,7 @@ def vectors(
 
 def under(law: Law, impl: str = "blocked", **options: Any) -> Attention:
     """Attention under a law, of vectors that stock RoPE has turned, as a function of q, k and v."""
-    return lambda q, k, v: attention(q, k, v, law, turned=True, impl=impl, **options)[0]
+    return lambda q, k, v: attention(q, k, v, law, rotated=True, impl=impl, **options)[0]
 
 
 def milliseconds(function: Callable[..., Any], *tensors: Tensor, repeat: int = 15) -> float:
@@ -147,7 +147,7 @@ def check(name: str, tokens: int, dim: int) -> None:
 
 def check_decode(law: Law, q: Tensor, k: Tensor, v: Tensor, *, library: Attention = plain) -> None:
     """A decoding step on the very problem that is timed, a sequence and a head group at a time, in float64."""
-    out, _ = attention(q, k, v, law, turned=True, impl="decode")
+    out, _ = attention(q, k, v, law, rotated=True, impl="decode")
     peer = library(q, k, v)
     rope = make_law("rope", **MODEL | {"head_dim": q.shape[3]})
     group = q.shape[1] // k.shape[1]
@@ -169,7 +169,7 @@ def check_long(name: str, tokens: int) -> None:
     """Rows of the very problem that is timed, against the specification in float64."""
     law = law_named(name)
     q, k, v = vectors(tokens)
-    out, _ = attention(q, k, v, law, turned=True, impl="blocked")
+    out, _ = attention(q, k, v, law, rotated=True, impl="blocked")
     for start in torch.randint(0, tokens - 8, (4,)).tolist():
         rows, keys = range(start, start + 8), range(start + 8)
         exact = under(law, "reference", query_positions=rows, key_positions=keys)
@@ -241,7 +241,7 @@ def in_pages(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def paged(law: Law, q: Tensor, k: Tensor, v: Tensor, pages: Tensor, lengths: Tensor) -> Tensor:
     """A decoding step over pages."""
-    from rpe3d.attention import paged_kernel
+    from rpe3d.attention.decode import paged as paged_kernel
 
     return paged_kernel.attend(q, k, v, law, pages=pages, lengths=lengths, scale=q.shape[3] ** -0.5)[0]
 
@@ -313,16 +313,17 @@ def on_cpu(rows: Rows) -> None:
             for name in LAWS:
                 law = law_named(name, head_dim=64)
                 check_decode(law, q, k, v, library=grouped)
-                step = shared_step(q, k, v, law, turned=True)
-                assert step is not None
-                layer, call, peer = alternately([partial(_layer, step), under(law, "decode"), grouped], sets, 60)
+                layer, call, peer = alternately(
+                    [partial(_layer, Shared(), law), under(law, "decode"), grouped], sets, 60
+                )
                 add(rows, "decode, a layer", name, tokens, 1, "decode", layer, "sdpa-cpu", peer, 0.85)
                 add(rows, "decode, one call", name, tokens, 1, "decode", call, "sdpa-cpu", peer, None)
 
 
-def _layer(step: Callable[..., tuple[Tensor, Tensor]], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """A layer of a model, which shares its step with the others."""
-    return step(q, k, v, None)[0]
+def _layer(shared: Shared, law: Law, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return a layer of a model, which shares its step with the others."""
+    out: Tensor = shared(q, k, v, law, rotated=True)[0]
+    return out
 
 
 def alternately(functions: list[Attention], sets: list[list[Tensor]], repeat: int) -> list[float]:

@@ -6,7 +6,7 @@ import pytest
 
 from rpe3d import laws, make_law
 from rpe3d.analysis.cost import cost
-from rpe3d.attention.schedule import schedule
+from rpe3d.attention.blocked.schedule import schedule
 
 
 def example(name, **given):

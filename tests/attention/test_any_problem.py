@@ -16,7 +16,7 @@ import torch
 
 from rpe3d import ConfigError, laws, make_law
 from rpe3d.attention import attention, decode
-from rpe3d.attention.contract import check
+from rpe3d.attention.problem import check
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 CASES = 12
@@ -179,7 +179,7 @@ def one_case(draw, name):
     def expected(q, k, v):
         return oracle((*(oracle_inputs((q, k), (queries, keys), law) if stock else (q, k)), v), law, given)
 
-    arguments = {**given, "turned": stock}
+    arguments = {**given, "rotated": stock}
     for positions, mask in (("query_positions", "query_mask"), ("key_positions", "key_mask")):
         arguments[positions] = given_as(draw, given[positions], given[mask])
         if given[mask].all() and draw.random() < 0.8:
@@ -201,9 +201,9 @@ def oracle_inputs(vectors, positions, law):
 
 
 def by_kernel(x):
-    from rpe3d.attention import decode_kernel
+    from rpe3d.attention.decode import kernel as decode_kernel
 
-    return decode_kernel.Step(x, decode.plan(x.law), decode.table(x.law, x.q.device))(x.q, x.k, x.v, x.sinks)
+    return decode_kernel.Step(x)(x.q, x.k, x.v, x.sinks)
 
 
 @pytest.mark.parametrize("name", [name for name in laws() if name != "dynamic"])  # whose angles depend on the length
@@ -219,7 +219,7 @@ def test_any_problem_is_solved_or_refused(name, fuzz, device):
         runs = {impl: partial(attention, *there, law, impl=impl, **given) for impl in ("auto", "blocked", "decode")}
         if draw.random() < 0.2 and find_spec("triton") is not None:
             problem = check(*there, law, **given)
-            if problem.q.shape[2] <= decode.MOST_QUERIES and problem.turned and decode.kernel_refusal(problem) is None:
+            if problem.q.shape[2] <= decode.MOST_QUERIES and problem.rotated and decode.kernel_refusal(problem) is None:
                 runs["kernel"] = partial(by_kernel, problem)
         for impl, run in runs.items():
             try:

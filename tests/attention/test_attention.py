@@ -10,12 +10,13 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from rpe3d import ConfigError, laws, make_law
-from rpe3d.attention import attention, blocked, dispatch, table, task
-from rpe3d.attention.blocked import Blocked
-from rpe3d.attention.contract import placed
-from rpe3d.attention.library import BACKENDS
-from rpe3d.attention.task import Task
-from rpe3d.rotation import cos_sin, rotate
+from rpe3d.attention import Shared, attention, blocked
+from rpe3d.attention.blocked import run
+from rpe3d.attention.blocked.backends import BACKENDS
+from rpe3d.attention.blocked.run import Blocked
+from rpe3d.attention.blocked.task import Task
+from rpe3d.attention.problem import placed
+from rpe3d.rotation import cos_sin, rotate, table
 
 CHUNKY = {
     "3d-rpe": {"chunk": 8, "window": 16, "reach": 28, "focus": 1.5, "fade": 0.75, "sinks": 3},
@@ -73,7 +74,7 @@ def test_the_specification_is_the_softmax_of_the_law_s_own_angles(name, turned):
     law = law_for(name)
     q, k, v = vectors(b=1, h=2, g=2, t=60, s=60, dtype=torch.float64)
     position = torch.arange(60)
-    out, lse = attention(*stock(q, k, law), v, law, turned=True) if turned else attention(q, k, v, law)
+    out, lse = attention(*stock(q, k, law), v, law, rotated=True) if turned else attention(q, k, v, law)
     length = 60 if name == "dynamic" else None
     angles = law.relative_angles(position[:, None], position[None, :], length)
     complexes = [torch.complex(x[..., :8], x[..., 8:]) for x in (q, k)]
@@ -99,8 +100,8 @@ def stock(q, k, law, queries=None, keys=None):
         p = torch.arange(x.shape[2]) if p is None else p
         length = k.shape[2] if law.name == "dynamic" else None
         angles = p[..., None].double() * law.frequencies(length)
-        table = cos_sin(angles, scaling=law.attention_scaling, dtype=torch.promote_types(x.dtype, torch.float32))
-        turned.append(rotate(x, None, *table, interleaved=law.rotary.interleaved, impl="reference")[0])
+        tables = cos_sin(angles, scaling=law.attention_scaling, dtype=torch.promote_types(x.dtype, torch.float32))
+        turned.append(rotate(x, None, *tables, interleaved=law.rotary.interleaved, impl="reference")[0])
     return turned
 
 
@@ -149,11 +150,11 @@ def test_partial_and_interleaved_rotary(name, interleaved, rotary_dim):
     torch.testing.assert_close(out, specification(q, k, v, law)[0], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("waiting", [blocked.WAITING, 0], ids=["together", "one by one"])
+@pytest.mark.parametrize("waiting", [run.WAITING, 0], ids=["together", "one by one"])
 @pytest.mark.parametrize("name", laws())
 def test_gradients_are_those_of_the_specification(name, waiting, monkeypatch):
     """The merge weights are part of the function: detaching them, as is common, is off by about 16 %."""
-    monkeypatch.setattr(blocked, "WAITING", waiting)
+    monkeypatch.setattr(run, "WAITING", waiting)
     law = law_for(name)
     gradients = []
     weight = torch.randn(2, 6, 75, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -182,12 +183,13 @@ def test_blocks_of_rows_and_slabs_of_keys_change_nothing(name, parameters, rows,
         frequencies=law.frequencies(),
         scale=0.25,
         backend=BACKENDS["cpu"],
+        precision=torch.float64,
         rows=rows,
         backward_rows=rows,
         slab=slab,
     )
     results = []
-    for out, lse in (Blocked.apply(*x, None, task), attention(*x, law, turned=True, impl="reference")):
+    for out, lse in (Blocked.apply(*x, None, task), attention(*x, law, rotated=True, impl="reference")):
         results.append((out, lse, *torch.autograd.grad((out * weight).sum(), x)))
     for ours, truth in zip(*results, strict=True):
         torch.testing.assert_close(ours, truth, rtol=0, atol=1e-11)
@@ -196,20 +198,21 @@ def test_blocks_of_rows_and_slabs_of_keys_change_nothing(name, parameters, rows,
 def test_tables_are_made_once_for_all_layers_and_the_oldest_go(monkeypatch):
     made, make = [], table.table
     monkeypatch.setattr(table, "table", lambda *x: made.append(x) or make(*x))
-    kept = table.Tables()
-    monkeypatch.setattr(task, "kept", kept)
     law = law_for("3d-rpe")
     q, k, v = (x.requires_grad_() for x in vectors(dtype=torch.float64))
     found, counts = [], []
     for most in (table.KEPT, 0):
         monkeypatch.setattr(table, "KEPT", most)
+        layers = Shared()
         for _ in range(3):
-            out, _ = attention(q, k, v, law, impl="blocked")
+            out, _ = layers(q, k, v, law)
             found.append((out, *torch.autograd.grad(out.sum(), (q, k, v))))
             counts.append(len(made))
     once = counts[0]
     assert counts[:3] == [once] * 3
     assert counts[5] - counts[4] >= once
+    ((_, calls),) = layers.made.values()
+    (kept,) = {id(task.tables): task.tables for _, task in calls.tasks}.values()
     assert not kept.entries
     assert kept.bytes == 0
     for one in found[1:]:
@@ -250,10 +253,10 @@ def test_prefill_in_pieces_and_token_by_token_equals_one_forward(name, impl):
     if name == "dynamic":
         pytest.skip("dynamic NTK turns old keys anew as the text grows; its cache is the model layer's concern")
     q, k = stock(q, k, law)
-    whole, whole_lse = attention(q, k, v, law, turned=True, impl="reference")
+    whole, whole_lse = attention(q, k, v, law, rotated=True, impl="reference")
     outs, lses = [], []
     for a, b in [(0, 31), (31, 32), (32, 61), (61, 73), (73, 74), (74, 75)]:
-        out, lse = attention(q[:, :, a:b], k[:, :, :b], v[:, :, :b], law, turned=True, impl=impl)
+        out, lse = attention(q[:, :, a:b], k[:, :, :b], v[:, :, :b], law, rotated=True, impl=impl)
         outs.append(out)
         lses.append(lse)
     torch.testing.assert_close(torch.cat(outs, 2), whole, rtol=0, atol=1e-12)
@@ -339,7 +342,7 @@ def test_positions_with_gaps_are_exact_too(name, known, monkeypatch):
     given = {"query_positions": positions, "key_positions": positions}
     truth, _ = attention(q, k, v, law, impl="reference", **given)
     if name not in ("self-extend", "dpe"):
-        monkeypatch.setattr(dispatch, "_tiled", None)
+        monkeypatch.setattr(blocked, "tiled", None)
     out, _ = attention(q, k, v, law, impl="blocked", **given)
     torch.testing.assert_close(out, truth, rtol=0, atol=1e-12)
     ours, theirs = (torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (out, truth))
@@ -350,7 +353,7 @@ def test_positions_with_gaps_are_exact_too(name, known, monkeypatch):
 def test_many_sequences_with_gaps_have_their_own_sinks(monkeypatch):
     """More tokens in all than a slab of far keys has."""
     law = law_for("3d-rpe")
-    monkeypatch.setattr(dispatch, "Task", partial(Task, slab=100))
+    monkeypatch.setattr(blocked, "Task", partial(Task, slab=100))
     q, k, v = (x.requires_grad_() for x in vectors(b=9, dtype=torch.float64))
     rows = [[*range(30 + b), *range(100 + 7 * b, 145 + 6 * b)] for b in range(9)]
     given = {"query_positions": torch.tensor(rows), "key_positions": torch.tensor(rows)}
@@ -418,7 +421,7 @@ def test_bounded_attention_on_short_inputs_is_the_library_s_own(length):
     law = law_for("3d-rpe")
     q, k, v = vectors(t=length, s=length)
     q, k = stock(q, k, law)
-    out, _ = attention(q, k, v, law, turned=True, impl="blocked")
+    out, _ = attention(q, k, v, law, rotated=True, impl="blocked")
     expected = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     assert torch.equal(out, expected)
 
@@ -433,7 +436,7 @@ def test_inference_compiles_to_one_graph_and_the_same_bits(name):
         return attention(q, k, v, law, sinks=sinks)
 
     def step(q, k, v, position):
-        return attention(q, k, v, law, turned=True, query_positions=position, key_positions=torch.arange(75))
+        return attention(q, k, v, law, rotated=True, query_positions=position, key_positions=torch.arange(75))
 
     cases = [(prefill, (q, k, v, torch.linspace(0, 1, 6)))]
     cases += [(step, (q[:, :, t : t + 1], k, v, torch.tensor([t]))) for t in (70, 74)]
@@ -495,5 +498,5 @@ def test_wrong_input_is_one_clear_sentence(wrong, message):
 def test_vectors_that_are_scattered_in_memory_are_read_right():
     law = make_law("3d-rpe", pretrained=64, context=512, head_dim=16, chunk=8, window=16, reach=32)
     q, k, v = (torch.randn(1, 2, 16, 100).mT for _ in range(3))
-    ours, truth = (attention(q, k, v, law, turned=True, impl=impl)[0] for impl in ("blocked", "reference"))
+    ours, truth = (attention(q, k, v, law, rotated=True, impl=impl)[0] for impl in ("blocked", "reference"))
     torch.testing.assert_close(ours, truth)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rpe3d.attention import counters
+from rpe3d.attention.decode import arrivals as counters
 
 
 def test_on_a_cpu_they_are_made_for_the_occasion():

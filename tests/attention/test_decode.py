@@ -13,113 +13,46 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rpe3d import make_law
-from rpe3d.attention import decode, decode_plain, explain, reference
-from rpe3d.attention.contract import Placed, check
-from rpe3d.rotation import cos_sin, rotate
+from rpe3d.attention import decode, explain, lowering, reference
+from rpe3d.attention.decode import plain as decode_plain
+from rpe3d.attention.problem import Placed
+from rpe3d.testing import assert_as_good, in_float64, random_problem, small_law
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
-# Small enough that 200 keys hold several chunks and every region.
-LAWS = {
-    "rope": {},
-    "linear": {},
-    "ntk": {},
-    "dynamic": {},
-    "yarn": {},
-    "3d-rpe": {"chunk": 16, "window": 32, "reach": 64, "focus": 1.5, "fade": 0.75, "sinks": 3},
-    "3d-rpe-definition": {"chunk": 50},
-    "3d-rpe-dual-chunk": {"chunk": 20, "window": 48, "phi_base": 1.5},
-    "dca": {"chunk": 20, "window": 48},
-    "streaming-llm": {"window": 70, "sinks": 4},
-}
+LAWS = (
+    "rope",
+    "linear",
+    "ntk",
+    "dynamic",
+    "yarn",
+    "3d-rpe",
+    "3d-rpe-definition",
+    "3d-rpe-dual-chunk",
+    "dca",
+    "streaming-llm",
+)
 CHUNKED = ("3d-rpe", "3d-rpe-definition", "3d-rpe-dual-chunk", "dca")
 
 
-def law_for(name, head_dim=64, context=1024, **parameters):
-    return make_law(name, pretrained=64 if name != "streaming-llm" else 128, context=context, head_dim=head_dim,
-                    **LAWS.get(name, {}) | parameters)  # fmt: skip
+def law_for(name, **changes):
+    own = {"pretrained": 128, "window": 70} if name == "streaming-llm" else {}
+    return small_law(name, **{"context": 1024} | own | changes)
 
 
-def problem(law, device, *, b=1, h=6, g=2, t=1, s=151, dtype=torch.float32, queries=None, keys=None, **options):
-    """Random q, k, v in memory as Hugging Face makes them; the queries are the last tokens unless given."""
-    d = law.rotary.head_dim
-    q = torch.randn(b, t, h, d, device=device).to(dtype).transpose(1, 2)
-    k, v = (torch.randn(b, g, s, d, device=device).to(dtype) for _ in range(2))
-    keys = range(s) if keys is None else keys
-    queries = range(keys.stop - t, keys.stop) if queries is None else queries
-    options = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-    positions = [p.to(device) if isinstance(p, torch.Tensor) else p for p in (queries, keys)]
-    return check(q, k, v, law, query_positions=positions[0], key_positions=positions[1], turned=True, **options)
-
-
-def in_float64(x):
-    return replace(x, q=x.q.double(), k=x.k.double().nan_to_num(), v=x.v.double().nan_to_num())
-
-
-def eager(x):
-    """What one would write without a kernel, in the type of q: turn q and k, attend as Hugging Face's eager path."""
-    group = x.q.shape[1] // x.k.shape[1]
-    k, v = (y.nan_to_num().repeat_interleave(group, 1) for y in (x.k, x.v))
-    query, key = x.positions()
-    scores = torch.zeros(*x.q.shape[:3], k.shape[2], dtype=x.q.dtype, device=x.q.device)
-    for region in x.law.regions:
-        turned = []
-        for y, turn, p in ((x.q, region.query, query), (k, region.key, key)):
-            table = cos_sin(x.angles(turn, p, x.frequencies))
-            turned.append(rotate(y, None, *table, interleaved=x.law.rotary.interleaved, impl="reference")[0])
-        pairs = torch.broadcast_tensors(query[:, :, None], key[:, None, :])
-        here = turned[0] @ turned[1].transpose(-1, -2) * x.scale
-        scores = torch.where(region.contains(*pairs)[:, None], here, scores)
-    if x.softcap is not None:
-        scores = x.softcap * torch.tanh(scores / x.softcap)
-    seen = reference.visible(x)
-    for region in x.law.regions:
-        if region.fade is not None:
-            far = (region.contains(*pairs) & seen)[:, None]
-            sharpness, loss = (
-                y.float()[:, None, :, None] for y in (region.fade.sharpness(query), region.fade.loss(query))
-            )
-            sharp = (scores * sharpness).masked_fill(~far, torch.finfo(scores.dtype).min)
-            weight = sharp.logsumexp(-1, keepdim=True) / sharpness - loss
-            scores = torch.where(far, sharp.log_softmax(-1) + weight, scores).to(x.q.dtype)
-    scores = scores.masked_fill(~seen[:, None], torch.finfo(scores.dtype).min)
-    if x.sinks is not None:
-        sink = x.sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
-        scores = torch.cat([scores, sink], -1)
-    weights = scores.softmax(-1, dtype=torch.float32).to(scores.dtype)
-    return weights[..., : v.shape[2]] @ v, scores.float().logsumexp(-1)
-
-
-def assert_as_good(x, out, lse):
-    """House rule 3: error <= 2 x (eager error + rounding), of every row that sees something; the others are exact.
-
-    Rounding is two units in the last place of the largest result, one for each product. Triton's interpreter does not
-    round to bf16 but cuts off, which shifts all scores one way: there the log-sum-exp is held to the precision of q.
-    """
-    assert out.shape == x.q.shape
-    assert out.dtype == x.q.dtype
-    assert lse.dtype == torch.float32
-    truths = reference.attend(in_float64(x))
-    sees = truths[1] > -torch.inf
-    assert (out[~sees] == 0).all()
-    assert (lse[~sees] == -torch.inf).all()
-    for ours, truth, plain in zip((out, lse), truths, eager(x), strict=True):
-        truth = truth[sees]
-        error, eager_error = ((y[sees].double() - truth).abs().max() for y in (ours, plain))
-        cut = x.q.dtype == torch.bfloat16 and not x.q.is_cuda
-        rounding = 2 * torch.finfo(x.q.dtype if cut else ours.dtype).eps * truth.abs().max()
-        assert error <= 2 * (eager_error + rounding), f"{error:.3g} > 2 ({eager_error:.3g} + {rounding:.3g})"
+def problem(law, device, *, queries=None, keys=None, **options):
+    given = {"query_positions": queries, "key_positions": keys}
+    return random_problem(law, device, **{name: x for name, x in given.items() if x is not None}, **options)
 
 
 def by_kernel(x, splits=None):
     """In one part, in several of a tile or more, or as it chooses."""
-    from rpe3d.attention import decode_kernel
+    from rpe3d.attention.decode import kernel as decode_kernel
 
     options = {} if splits is None else {"splits": splits}
     options |= {} if splits in (None, 1) else {"least_tiles": 1}
-    step = decode_kernel.Step(x, decode.plan(x.law), decode.table(x.law, x.q.device), **options)
+    step = decode_kernel.Step(x, **options)
     return step(x.q, x.k, x.v, x.sinks)
 
 
@@ -143,7 +76,7 @@ def test_one_query_sees_its_cache_as_the_law_says(name, splits, device, run):
 @pytest.mark.parametrize("name", ["linear", "ntk", "dynamic", "yarn"])
 def test_laws_that_change_frequencies_alone_are_plain_attention(name, device, run):
     x = problem(law_for(name), device)
-    assert decode.plan(x.law).turning == (False,)
+    assert lowering.plan(x.law).turning == (False,)
     assert_as_good(x, *run(x))
 
 
@@ -272,7 +205,7 @@ def test_laws_with_equal_names_do_not_share_a_table(device, run):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"turned": False}, "its keys must have been turned by stock RoPE"),
+        ({"rotated": False}, "its keys must have been rotated by stock RoPE"),
         ({"t": 17}, "17 queries are more than 16"),
         ({"grad": "q"}, "it has no gradient"),
         ({"grad": "sinks"}, "it has no gradient"),
@@ -283,9 +216,9 @@ def test_a_problem_that_no_step_can_run_is_refused_with_the_reason(change, reaso
     x = problem(law_for("rope"), device, t=change.get("t", 1), s=30, sinks=torch.zeros(6))
     if "grad" in change:
         getattr(x, change["grad"]).requires_grad_()
-    if "turned" in change:
-        x = replace(x, turned=False)
-    assert decode.supports(x) == reason
+    if "rotated" in change:
+        x = replace(x, rotated=False)
+    assert decode.refusal(x) == reason
     if "t" not in change:
         assert explain(x) == ("reference", f"few queries, but no decoding step: {reason}")
 
@@ -314,12 +247,12 @@ def test_what_the_kernel_cannot_run_is_run_without_it(change, reason, device):
         x = replace(x, v=x.v[..., : change["e"]])
     if "strided" in change:
         x = replace(x, k=x.k.transpose(2, 3).contiguous().transpose(2, 3))
-    assert decode.supports(x) is None
+    assert decode.refusal(x) is None
     assert decode.kernel_refusal(x) == reason
     machine = decode.kernel_lacks(x)
     assert machine == reason or not x.q.is_cuda
     assert explain(x) == ("decode", f"few queries: plain PyTorch (the kernel: {machine})")
-    for ours, truth in zip(decode.attend(x), reference.attend(in_float64(x)), strict=True):
+    for ours, truth in zip(decode.prepare(x)(x.q, x.k, x.v, x.sinks), reference.attend(in_float64(x)), strict=True):
         torch.testing.assert_close(ours.double(), truth, rtol=0, atol=2e-6)
 
 
@@ -341,7 +274,8 @@ def test_keys_with_gaps_are_not_counted_on_from_the_first(device, masked):
 @needs_triton
 def test_a_step_allocates_and_launches_and_does_nothing_else(device, monkeypatch):
     """What a CUDA graph can capture: no copy, no wait, no small kernels around the one."""
-    from rpe3d.attention import decode_kernel
+    from rpe3d.attention.decode import kernel as decode_kernel
+    from rpe3d.attention.decode import launch
 
     class Record(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -353,10 +287,10 @@ def test_a_step_allocates_and_launches_and_does_nothing_else(device, monkeypatch
     masks = {"key_mask": torch.ones(2, 700, dtype=torch.bool), "query_mask": torch.ones(2, 1, dtype=torch.bool)}
     x = problem(law_for("3d-rpe"), device, b=2, s=700, sinks=torch.randn(6), **tensors, **masks)
     x = replace(x, key_placed=Placed(x.keys, starts=torch.zeros(2, dtype=torch.int64)))  # as a graph is given them
-    decode.table(x.law, x.q.device)  # as the first step does
+    lowering.table(x.law, x.q.device)  # as the first step does
     monkeypatch.setattr(decode_kernel._decode, "bind", lambda *launch: lambda *first: launched.append(first))
-    monkeypatch.setattr(decode_kernel, "zeros", lambda n, device: counters)
-    monkeypatch.setattr(decode_kernel, "_processors", lambda device: 132)
+    monkeypatch.setattr(launch, "zeros", lambda n, device: counters)
+    monkeypatch.setattr(launch, "_processors", lambda device: 132)
     launched, seen, counters = [], set(), torch.zeros(4, dtype=torch.int32)
     with Record():
         by_kernel(x)
@@ -367,7 +301,7 @@ def test_a_step_allocates_and_launches_and_does_nothing_else(device, monkeypatch
 @needs_triton
 def test_splits_fill_the_machine_but_stay_worth_their_merge():
     """One program per multiprocessor, and no split of fewer than 256 keys."""
-    from rpe3d.attention.decode_loop import LEAST_KEYS, split
+    from rpe3d.attention.decode.loop import LEAST_KEYS, split
 
     assert split(8, 32768, 132) == 16  # batch 1, 8 key heads on an H200: 128 programs
     assert split(64, 131072, 132) == 2

@@ -9,8 +9,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rpe3d import make_law
-from rpe3d.attention import attention, decode_plain, explain, reference
-from rpe3d.attention.contract import check
+from rpe3d.attention import attention, explain, reference
+from rpe3d.attention.decode import plain as decode_plain
+from rpe3d.attention.problem import check
 from rpe3d.config import ConfigError
 from rpe3d.geometry import LAWS
 
@@ -36,7 +37,7 @@ def problem(law, *, b=1, h=6, g=2, t=1, s=220, e=None, dtype=torch.float64, devi
     q = torch.randn(b, t, h, d, dtype=dtype, device=device).transpose(1, 2)
     k, v = (torch.randn(b, g, s, width, dtype=dtype, device=device) for width in (d, e or d))
     given = {"query_positions": range(s - t, s), "key_positions": range(s)} | options
-    return check(q, k, v, law, turned=True, **given)
+    return check(q, k, v, law, rotated=True, **given)
 
 
 def step(x):
@@ -107,7 +108,7 @@ def test_it_is_what_a_cpu_decodes_with():
     x = problem(law_for("3d-rpe"), dtype=torch.float32)
     assert explain(x) == ("decode", "few queries: plain PyTorch (the kernel: it runs on a GPU, not on cpu)")
     for impl in ("auto", "decode"):
-        ours = attention(x.q, x.k, x.v, x.law, turned=True, impl=impl)
+        ours = attention(x.q, x.k, x.v, x.law, rotated=True, impl=impl)
         for a, b in zip(ours, step(x), strict=True):
             assert torch.equal(a, b)
 

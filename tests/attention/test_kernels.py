@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from rpe3d import laws, make_law
-from rpe3d.attention import merge_kernel, table_kernel
 from rpe3d.attention.merge import Part, add_up
-from rpe3d.attention.table import plain, table
+from rpe3d.attention.merge import kernel as merge_kernel
+from rpe3d.rotation import table_kernel
+from rpe3d.rotation.table import plain, table
 
 
 @pytest.mark.parametrize("first", [0, 13, 999_983])

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rpe3d.attention import library
-from rpe3d.attention.library import BACKENDS, ROUND, without_plans
+from rpe3d.attention.blocked import backends as library
+from rpe3d.attention.blocked.backends import BACKENDS, ROUND, without_plans
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rpe3d.attention import library
-from rpe3d.attention.library import BACKENDS
-from rpe3d.attention.pack import pack
-from rpe3d.attention.schedule import Piece
+from rpe3d.attention.blocked import backends as library
+from rpe3d.attention.blocked.backends import BACKENDS
+from rpe3d.attention.blocked.ragged import pack
+from rpe3d.attention.blocked.schedule import Piece
 
 TOKENS, HEADS, GROUPS, DIM, SCALE = 23, 6, 2, 8, 0.3
 CPU = BACKENDS["cpu"]

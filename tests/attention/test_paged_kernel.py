@@ -7,7 +7,7 @@ import torch
 
 from rpe3d import ConfigError, make_law
 from rpe3d.attention import attention
-from rpe3d.attention.decode import plan
+from rpe3d.attention.lowering import plan
 
 pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -44,7 +44,7 @@ def paged(k, v, lengths, page):
 
 def both(law, device, *, lengths, h=6, g=2, t=1, page=16, dtype=torch.float32, splits=None, **options):
     """By the kernel, and by the reference in float64, sequence by sequence."""
-    from rpe3d.attention import paged_kernel
+    from rpe3d.attention.decode import paged as paged_kernel
 
     b, d = len(lengths), law.rotary.head_dim
     q = torch.randn(b, t, h, d, device=device).to(dtype).transpose(1, 2)
@@ -54,7 +54,7 @@ def both(law, device, *, lengths, h=6, g=2, t=1, page=16, dtype=torch.float32, s
     split = {} if splits is None else {"splits": splits, "least_tiles": 1}
     out, lse = paged_kernel.attend(q, keys, values, law, pages=table, lengths=seen, scale=0.2, **options, **split)
     truth = [
-        attention(*(x[i : i + 1].double() for x in (q, k[:, :, :n], v[:, :, :n])), law, scale=0.2, turned=True,
+        attention(*(x[i : i + 1].double() for x in (q, k[:, :, :n], v[:, :, :n])), law, scale=0.2, rotated=True,
                   impl="reference", **options)
         for i, n in enumerate(lengths)
     ]  # fmt: skip
@@ -88,7 +88,7 @@ def test_half_precision_is_as_good_as_its_rounding(device):
 
 
 def test_a_row_that_is_not_in_use_is_zeros(device):
-    from rpe3d.attention import paged_kernel
+    from rpe3d.attention.decode import paged as paged_kernel
 
     q, cache = torch.randn(2, 4, 1, 32, device=device), torch.randn(4, 16, 2, 32, device=device)
     table, lengths = torch.zeros(2, 4, dtype=torch.int32, device=device), torch.tensor([0, 5], device=device)
@@ -99,7 +99,7 @@ def test_a_row_that_is_not_in_use_is_zeros(device):
 
 
 def test_a_law_that_turns_keys_one_by_one_is_refused(device):
-    from rpe3d.attention import paged_kernel
+    from rpe3d.attention.decode import paged as paged_kernel
 
     law = make_law("leaky-rerope", pretrained=64, context=256, head_dim=32)
     x = torch.randn(1, 2, 1, 32, device=device)
@@ -114,6 +114,6 @@ def test_a_law_that_turns_keys_one_by_one_is_refused(device):
 def test_a_law_that_turns_in_more_ways_takes_more_warps(name, parameters, expected):
     """The first tokens that do not fade turn as the other far ones do."""
     law = make_law(name, pretrained=8192, context=65536, head_dim=128, **parameters)
-    from rpe3d.attention.paged_kernel import warps
+    from rpe3d.attention.decode.paged import warps
 
     assert warps(plan(law).ways) == expected

@@ -7,45 +7,31 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from test_decode import assert_as_good, in_float64
 
 from rpe3d import ConfigError, laws, make_law
-from rpe3d.attention import attention, dispatch, explain, prefill, reference
-from rpe3d.attention.contract import check
+from rpe3d.attention import attention, blocked, explain, prefill, reference
+from rpe3d.attention.choose import prompt
+from rpe3d.attention.problem import check
 from rpe3d.attention.spans import spans
+from rpe3d.testing import assert_as_good, in_float64, random_problem, small_law
 
 pytestmark = [
     pytest.mark.usefixtures("poisoned"),
     pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed"),
 ]
 
-# Small enough that 150 tokens hold every region, with borders inside tiles.
-LAWS = {
-    "3d-rpe": {"chunk": 16, "window": 32, "reach": 56, "focus": 0.5, "fade": 0.25, "sinks": 3},
-    "3d-rpe-definition": {"chunk": 50},
-    "3d-rpe-dual-chunk": {"chunk": 20, "window": 48, "phi_base": 1.5},
-    "dca": {"chunk": 20, "window": 48},
-    "self-extend": {"window": 40, "group": 16},
-    "rerope": {"window": 33},
-    "leaky-rerope": {"window": 9},
-    "streaming-llm": {"window": 37, "sinks": 4},
-    "string": {"shift": 50, "local": 5},
-    "dpe": {"window": 12, "scales": (3, 16, 1, 40)},
-}
 SHAPES = ("rope", "3d-rpe", "dca", "self-extend", "streaming-llm")
 
 
-def law_for(name, head_dim=32, **model):
-    model = {"pretrained": 64, "context": 256} | LAWS.get(name, {}) | model
-    return make_law(name, head_dim=head_dim, **model)
+def law_for(name, **changes):
+    own = {"reach": 56, "focus": 0.5, "fade": 0.25} if name == "3d-rpe" else {}
+    return small_law(name, **{"head_dim": 32} | own | changes)
 
 
-def problem(law, device, *, b=1, h=2, g=1, t=150, s=None, dtype=torch.float32, **options):
-    """Random q, k, v in memory as Hugging Face makes them; the queries are the last tokens unless given."""
-    d, s = law.rotary.head_dim, s or t
-    q, k, v = (torch.randn(b, n, heads, d, device=device).to(dtype) for n, heads in ((t, h), (s, g), (s, g)))
-    options = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-    return check(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), law, turned=True, **options)
+def problem(law, device, *, t=150, s=None, **options):
+    x = random_problem(law, device, **{"h": 2, "g": 1, "t": t, "s": s or t} | options)
+    k, v = (y.transpose(1, 2).contiguous().transpose(1, 2) for y in (x.k, x.v))  # a token's heads together
+    return replace(x, k=k, v=v)
 
 
 def run(x, **options):
@@ -108,7 +94,7 @@ def test_pairs_are_the_model_s_own(model, device):
 
 def test_heads_in_bunches_are_all_done(device, monkeypatch):
     """Bunches as if one, or one and a half, key heads fitted into the cache; the last bunch is smaller."""
-    from rpe3d.attention import prefill_kernel
+    from rpe3d.attention.prefill import kernel as prefill_kernel
 
     x = problem(law_for("3d-rpe"), device, h=6, g=3, t=90)
     for heads in (1, 2):
@@ -227,18 +213,19 @@ def test_what_it_cannot_run_is_refused_with_the_reason(change, reason, device):
     positions = torch.arange(40, device=device) * (2 if "gap" in change else 1)
     q = x.q.requires_grad_() if "grad" in change else x.q
     with pytest.raises(ConfigError, match=f"cannot run this: {reason}"):
-        attention(q, x.k, v, law, query_positions=positions, key_positions=positions, turned=True, impl="prefill")
+        attention(q, x.k, v, law, query_positions=positions, key_positions=positions, rotated=True, impl="prefill")
 
 
 def test_a_gpu_takes_it_where_it_saves_enough_calls(monkeypatch):
     """On any machine: the choice, not the run. Short prompts on which nothing is far stay the library's own call."""
     monkeypatch.setattr(prefill, "lacks", lambda x: None)
+    monkeypatch.setattr(prefill, "prepare", lambda x: None)
     law = make_law("3d-rpe", pretrained=8192, context=65536, head_dim=64)
 
     def choice(t, h=8, law=law, dtype=torch.bfloat16, **options):
         q = torch.empty(1, h, t, 64, dtype=dtype, device="meta")
-        x = check(q, q, q, law, turned=True, **options)
-        return dispatch.choose_prompt(x, "the library")[0]
+        x = check(q, q, q, law, rotated=True, **options)
+        return prompt(x, blocked.Calls(x), "the library").impl
 
     assert choice(2048) == "blocked"
     assert choice(8192) == "prefill"

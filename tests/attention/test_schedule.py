@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rpe3d import laws, make_law
-from rpe3d.attention.contract import placed
-from rpe3d.attention.schedule import schedule, skipping
+from rpe3d.attention.blocked.schedule import schedule, skipping
+from rpe3d.attention.problem import placed
 from rpe3d.train.pose import skipped_positions
 
 

@@ -42,15 +42,14 @@ def test_a_law_that_turns_nothing_is_found_out(monkeypatch):
 
 def test_a_law_that_turns_the_wrong_way_is_found_out(monkeypatch):
     """Short inputs, decoding and restoring all stay right then: only the stock layer at the law's distances tells."""
-    from rpe3d.models import registry
+    from rpe3d.attention import Shared
 
-    right = registry.attention
+    right = Shared.__call__
 
-    def mirrored(query, key, value, law, **given):
-        return right(query.flip(-1), key.flip(-1), value, law, **given)
+    def mirrored(self, query, key, value, law, **given):
+        return right(self, query.flip(-1), key.flip(-1), value, law, **given)
 
-    monkeypatch.setattr(registry, "attention", mirrored)
-    monkeypatch.setattr(registry, "shared_step", lambda *_, **__: None)  # so that decoding goes the same way
+    monkeypatch.setattr(Shared, "__call__", mirrored)
     (row,) = survey(["llama"])
     assert (row.verdict, row.reason) == ("WRONG", "a layer's scores are not the law's")
 

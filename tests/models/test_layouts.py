@@ -72,7 +72,7 @@ def alone(model, row):
         if getattr(module, "sliding_window", None) is not None:
             raise NotImplementedError
         out, _ = attention(query, key, value, module_law(module), query_positions=at, key_positions=at, scale=scaling,
-                           softcap=softcap, sinks=s_aux, turned=True, impl="reference")  # fmt: skip
+                           softcap=softcap, sinks=s_aux, rotated=True, impl="reference")  # fmt: skip
         return out.transpose(1, 2), None
 
     AttentionInterface.register(ORACLE, attend)

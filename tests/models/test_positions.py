@@ -11,7 +11,7 @@ import torch
 
 import rpe3d
 from rpe3d import ConfigError
-from rpe3d.attention.contract import Placed, placed
+from rpe3d.attention.problem import Placed, placed
 from rpe3d.models import positions
 from rpe3d.models.positions import layer_mask, layout
 
@@ -27,7 +27,7 @@ def reads(monkeypatch):
         return lambda *given: made.append(given) or function(*given)
 
     monkeypatch.setattr(positions, "_facts", counted(positions._facts))
-    monkeypatch.setattr("rpe3d.attention.contract.placed", counted(placed))
+    monkeypatch.setattr("rpe3d.attention.problem.placed", counted(placed))
     return made
 
 

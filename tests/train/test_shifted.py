@@ -14,7 +14,7 @@ from rpe3d.train.shifted import shifted
 
 def attend(law):
     def plain(q, k, v, positions, sinks):
-        return attention(q, k, v, law, query_positions=positions, key_positions=positions, sinks=sinks, turned=True)[0]
+        return attention(q, k, v, law, query_positions=positions, key_positions=positions, sinks=sinks, rotated=True)[0]
 
     return plain
 
@@ -68,5 +68,5 @@ def test_pairs_within_a_group_keep_their_law():
         for start, stop in pairwise(cuts):
             there = torch.arange(start, stop)
             x = (y[:, head : head + 1, start:stop] for y in (q, k, v))
-            truth, _ = attention(*x, law, query_positions=there, key_positions=there, turned=True, impl="reference")
+            truth, _ = attention(*x, law, query_positions=there, key_positions=there, rotated=True, impl="reference")
             assert torch.allclose(out[:, head : head + 1, start:stop], truth, atol=1e-5)

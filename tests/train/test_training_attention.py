@@ -7,7 +7,7 @@ import torch
 
 import rpe3d
 import tiny_lm
-from rpe3d.attention.contract import placed
+from rpe3d.attention.problem import placed
 from rpe3d.config import ConfigError
 from rpe3d.train import attention as trained
 from rpe3d.train.attention import TrainingAttention, training_attention
@@ -105,13 +105,13 @@ def dense_logits(model, ids, mask):
     """The model with the law's dense specification and a mask of any form."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    from rpe3d.attention.contract import check
+    from rpe3d.attention.problem import check
     from rpe3d.rotation import cos_sin, rotate
 
     law = rpe3d.law_of(model)
 
     def attend(module, q, k, v, attention_mask, scaling=None, **kwargs):
-        x = check(q, k, v, law, turned=True)
+        x = check(q, k, v, law, rotated=True)
         query, key = x.positions()
         scores = torch.zeros(*q.shape[:3], k.shape[2])
         for region in law.regions:

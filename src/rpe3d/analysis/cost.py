@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from rpe3d.attention.dispatch import ROWS_ON_CPU as ROWS
-from rpe3d.attention.schedule import Call, blocks
-from rpe3d.attention.task import Task
+from rpe3d.attention.blocked import ROWS_ON_CPU as ROWS
+from rpe3d.attention.blocked.schedule import Call, schedule
+from rpe3d.attention.blocked.task import Task
 from rpe3d.geometry import Law
 
 MOST = 16384  # blocks: a window of a few tokens makes more than anyone wants to count
@@ -34,7 +34,7 @@ def cost(law: Law) -> Cost:
     windows = [r.last + 1 for r in regions if r.unit == 1 and r.last is not None]
     if law.context > MOST * min([ROWS, *windows]):
         return Cost(None, None, query, key)
-    calls = [call for block in blocks(regions, everything, everything, ROWS) for call in block.calls]
+    calls = [call for block in schedule(regions, everything, everything, ROWS) for call in block.calls]
     if not calls:
         return Cost(0, None, query, key)
     causal = law.context * (law.context + 1) // 2

@@ -1,8 +1,10 @@
 """Attention that keeps a law: q, k, v and a law to the output and the log-sum-exp of every row.
 
     out, lse = attention(q, k, v, law)                      # q [b, h, t, d], k and v [b, g, s, d]
-    out, lse = attention(q, k, v, law, turned=True)         # q and k turned by stock RoPE already
+    out, lse = attention(q, k, v, law, rotated=True)        # q and k rotated by stock RoPE already
 
+A `Problem` is what attention is given, checked. `choose` finds the implementation that runs it. Each is a module with
+two functions, `refusal(problem)` and `prepare(problem)`; what the latter returns takes the vectors of any like layer.
 `reference` is the specification. `blocked` makes it of the machine's own attention calls. `prefill` is one kernel for a
 prompt on a GPU, where that many calls would keep the host busy. `decode` is for a few queries against a long cache: a
 kernel on a GPU, plain PyTorch elsewhere.
@@ -15,13 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rpe3d.attention import compiled, reference
-from rpe3d.attention.contract import Inputs, Placed, Positions, check
-from rpe3d.attention.decode import Step
-from rpe3d.attention.dispatch import IMPLS, explain, run, step
+from rpe3d.attention import operator, reference
+from rpe3d.attention.choose import IMPLS, Choice, choose, explain
+from rpe3d.attention.problem import Positions, Prepared, Problem, check
 from rpe3d.geometry import Law
 
-__all__ = ["IMPLS", "Inputs", "attention", "explain", "reference", "shared_step"]
+__all__ = ["IMPLS", "Problem", "Shared", "attention", "explain", "reference"]
 
 
 def attention(
@@ -37,84 +38,61 @@ def attention(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    turned: bool = False,
+    rotated: bool = False,
     impl: str = "auto",
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention under a law: the output [b, h, t, e] and the log-sum-exp [b, h, t] of every row.
+    """Return causal attention under a law: the output [b, h, t, e] and the log-sum-exp [b, h, t] of every row.
 
     Positions are ranges or integers [t] or [b, t], rising; without them the keys are 0 .. s - 1 and the queries the
     last of them. A mask is False at padding, on either side. `scale` defaults to 1 / sqrt(d); `softcap` bends scores
-    by tanh; `sinks` is one logit per head that joins the denominator. With `turned` q and k have been turned by the
+    by tanh; `sinks` is one logit per head that joins the denominator. With `rotated` q and k have been rotated by the
     model's own RoPE, as a Hugging Face cache holds them. impl: "auto", "reference", "blocked", or forward only
     "prefill" and "decode"; `explain` says what "auto" would take, and why. backend: the library behind "blocked".
     """
+    given: dict[str, Any] = {
+        "query_positions": query_positions,
+        "key_positions": key_positions,
+        "query_mask": query_mask,
+        "key_mask": key_mask,
+        "scale": scale,
+        "softcap": softcap,
+        "rotated": rotated,
+    }
     if torch.compiler.is_compiling() and not (torch.is_grad_enabled() and _any_requires_grad(q, k, v, sinks)):
-        return _compiled(
-            q,
-            k,
-            v,
-            sinks,
-            query_positions,
-            key_positions,
-            query_mask,
-            key_mask,
-            law,
-            scale,
-            softcap,
-            turned,
-            impl,
-            backend,
-        )
-    x = check(
-        q,
-        k,
-        v,
-        law,
-        query_positions=query_positions,
-        key_positions=key_positions,
-        query_mask=query_mask,
-        key_mask=key_mask,
-        scale=scale,
-        softcap=softcap,
-        sinks=sinks,
-        turned=turned,
-    )
-    out, lse = run(x, impl, backend)
+        return operator.call(q, k, v, sinks, law, impl, backend, **given)
+    out, lse = run(check(q, k, v, law, sinks=sinks, **given), impl, backend)
     return out, lse
 
 
-def shared_step(q: Tensor, k: Tensor, v: Tensor, law: Law, **given: Any) -> Step | None:
-    """`attention` as a function of q, k, v and sinks, for all layers of a forward whose vectors look like these.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def run(problem: Problem, impl: str = "auto", backend: str | None = None) -> tuple[Tensor, Tensor]:
+    """Return the solution of a problem, by the implementation asked for."""
+    chosen: Choice = choose(problem, impl, backend)
+    return chosen.prepared(problem.q, problem.k, problem.v, problem.sinks)
 
-    Everything but the vectors is checked and chosen once. None where "auto" takes no kernel of ours. No gradient flows.
+
+class Shared:
+    """`attention` for the layers of a forward: what is the same for vectors that look alike is prepared once.
+
+    It holds schedules, bound kernels and tables of cos and sin, so it should go when the forward does.
     """
-    return step(check(q, k, v, law, **given))
+
+    def __init__(self) -> None:
+        self.made: dict[Any, tuple[Law, Prepared]] = {}
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, law: Law, *, sinks: Tensor | None = None, **given: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return `attention` of these vectors; positions and masks must be those of the first call."""
+        vectors = tuple((x.shape, x.stride()) for x in (q, k, v))
+        learns = torch.is_grad_enabled() and _any_requires_grad(q, k, v, sinks)
+        kind = (id(law), vectors, q.dtype, q.device, given.get("scale"), given.get("softcap"), sinks is None, learns)
+        if kind not in self.made:  # with the law, which the key names by its address
+            self.made[kind] = law, choose(check(q, k, v, law, sinks=sinks, **given)).prepared
+        return self.made[kind][1](q, k, v, sinks)
 
 
 def _any_requires_grad(*tensors: Tensor | None) -> bool:
     return any(x is not None and x.requires_grad for x in tensors)
-
-
-def _compiled(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    query_positions: Positions,
-    key_positions: Positions,
-    query_mask: Tensor | None,
-    key_mask: Tensor | None,
-    law: Law,
-    *rest: Any,
-) -> tuple[Tensor, Tensor]:
-    """Inside torch.compile: one operator. Its positions are tensors."""
-    tensors: list[Tensor | None] = []
-    for p in (query_positions, key_positions):
-        if isinstance(p, range):
-            p = torch.arange(p.start, p.stop, device=q.device)
-        tensors.append(p.positions if isinstance(p, Placed) else p)
-    starts = key_positions.starts if isinstance(key_positions, Placed) else None
-    tensors.append(starts if isinstance(starts, Tensor) else None)
-    result: tuple[Tensor, Tensor] = compiled.attention(q, k, v, sinks, *tensors, query_mask, key_mask, law.json, *rest)
-    return result

@@ -1,17 +1,33 @@
-"""Attention under a law: the specification. Dense, readable, any dtype up to float64, any law."""
+"""Computes attention under a law by its definition: dense, readable, any dtype up to float64, any law, with gradients.
+
+Chosen where nothing else runs a problem. Every other implementation must equal it; it is the specification.
+"""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rpe3d.attention.contract import Inputs
+from rpe3d.attention.problem import Prepared, Problem
 from rpe3d.config import ConfigError
 from rpe3d.rotation import cos_sin, rotate
 
 
-def attend(x: Inputs) -> tuple[Float[Tensor, "b h t e"], Float[Tensor, "b h t"]]:
+def refusal(problem: Problem) -> str | None:
+    """Return None: it runs every problem."""
+    return None
+
+
+def prepare(problem: Problem) -> Prepared:
+    """Return the problem as a function of its vectors."""
+    hollow = problem.hollow()
+    return lambda q, k, v, sinks: attend(replace(hollow, q=q, k=k, v=v, sinks=sinks))
+
+
+def attend(x: Problem) -> tuple[Float[Tensor, "b h t e"], Float[Tensor, "b h t"]]:
     """softmax(scale · q k*) v with each pair's own turn and fading; the output and the log-sum-exp of every row.
 
     A pair is visible if both are tokens, the key does not come after the query, and a region of the law holds it. A
@@ -34,7 +50,7 @@ def attend(x: Inputs) -> tuple[Float[Tensor, "b h t e"], Float[Tensor, "b h t"]]
     return (weights[..., : v.shape[2]] @ v).to(x.q.dtype), lse
 
 
-def _scores(x: Inputs, q: Float[Tensor, "b h t d"], k: Float[Tensor, "b h s d"]) -> Float[Tensor, "b h t s"]:
+def _scores(x: Problem, q: Float[Tensor, "b h t d"], k: Float[Tensor, "b h s d"]) -> Float[Tensor, "b h t s"]:
     """q k* with the turns of the region that each pair lies in."""
     query, key = x.positions()
     theta = x.frequencies
@@ -49,7 +65,7 @@ def _scores(x: Inputs, q: Float[Tensor, "b h t d"], k: Float[Tensor, "b h s d"])
     return scores
 
 
-def _faded(x: Inputs, scores: Float[Tensor, "b h t s"], seen: Bool[Tensor, "b t s"]) -> Float[Tensor, "b h t s"]:
+def _faded(x: Problem, scores: Float[Tensor, "b h t s"], seen: Bool[Tensor, "b t s"]) -> Float[Tensor, "b h t s"]:
     """Scores as the fading of each pair's region makes them: τ s - (1 - 1/τ) ℓ - loss, with ℓ = log Σ exp(τ s)."""
     query, key = _pairs(x)
     for region in x.law.regions:
@@ -65,14 +81,14 @@ def _faded(x: Inputs, scores: Float[Tensor, "b h t s"], seen: Bool[Tensor, "b t 
     return scores
 
 
-def _pairs(x: Inputs) -> tuple[Int[Tensor, "b t s"], Int[Tensor, "b t s"]]:
+def _pairs(x: Problem) -> tuple[Int[Tensor, "b t s"], Int[Tensor, "b t s"]]:
     """The positions of all pairs."""
     query, key = x.positions()
     query, key = torch.broadcast_tensors(query[:, :, None], key[:, None, :])
     return query, key
 
 
-def visible(x: Inputs) -> Bool[Tensor, "b t s"]:
+def visible(x: Problem) -> Bool[Tensor, "b t s"]:
     """Which pairs attend."""
     query, key = x.positions()
     check_order("query_positions", query, x.query_mask)

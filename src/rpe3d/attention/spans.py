@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rpe3d.attention import reference
-from rpe3d.attention.contract import Inputs, Places
+from rpe3d.attention.problem import Problem
+from rpe3d.rotation.table import Places
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Span:
     places: tuple[Places, ...] | None = None
 
 
-def spans(x: Inputs) -> Iterator[Span | None]:
+def spans(x: Problem) -> Iterator[Span | None]:
     """Runs of consecutive tokens, one per sequence, or one for all where nothing is masked; None: not consecutive."""
     masked = x.query_mask is not None or x.key_mask is not None
     if isinstance(x.queries, range) and isinstance(x.keys, range) and not masked:

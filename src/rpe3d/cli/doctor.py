@@ -114,8 +114,8 @@ def _choices(device: str, dtype: Any) -> list[dict[str, str]]:
     import torch
 
     from rpe3d.attention import explain
-    from rpe3d.attention.contract import check
-    from rpe3d.attention.library import backend_for
+    from rpe3d.attention.blocked.backends import backend_for
+    from rpe3d.attention.problem import check
     from rpe3d.geometry import LAWS, make_law
     from rpe3d.rotation import available
 
@@ -123,8 +123,8 @@ def _choices(device: str, dtype: Any) -> list[dict[str, str]]:
     prompt = torch.zeros(1, 1, 64, 64, dtype=dtype, device=device)
     for name in LAWS:
         law = make_law(name, pretrained=8192, context=65536, head_dim=64)
-        prefill, _ = explain(check(prompt, prompt, prompt, law, turned=True))
-        decode, reason = explain(check(prompt[:, :, :1], prompt, prompt, law, turned=True))
+        prefill, _ = explain(check(prompt, prompt, prompt, law, rotated=True))
+        decode, reason = explain(check(prompt[:, :, :1], prompt, prompt, law, rotated=True))
         library = f" ({backend_for(prompt, prompt).name})" if prefill == "blocked" else ""
         rows.append(
             {

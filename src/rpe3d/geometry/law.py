@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
@@ -42,6 +43,7 @@ class Law(ABC):
     rotary: Rotary
     json: str = field(init=False, repr=False, compare=False)
     """`to_dict()` as text, made once: what a compiled graph and a file hold of a law."""
+    _kept: dict[Any, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         pretrained = whole("pretrained", self.pretrained, least=2)
@@ -57,6 +59,12 @@ class Law(ABC):
         freeze(self, **self.check())
         self.frequencies()  # a law that cannot make its table is refused now, not in the middle of a run
         freeze(self, json=json.dumps(self.to_dict()))
+
+    def kept(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Return what `make` makes of this law, made once and kept with it: numbers on a device, say."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
 
     def check(self) -> dict[str, Any]:
         """This law's own parameters, checked, with defaults filled in; {} for a law without any."""

@@ -18,8 +18,9 @@ import torch
 from jaxtyping import Bool, Int, UInt8
 from torch import Tensor
 
-from rpe3d.attention.contract import Placed, Run
+from rpe3d.attention import Shared
 from rpe3d.attention.decode import MOST_QUERIES
+from rpe3d.attention.problem import Placed, Run
 from rpe3d.config import ConfigError
 
 TOKEN, HERE = 1, 2
@@ -70,8 +71,8 @@ class Layout:
     """Position after the last token; None in a graph."""
     sound: Tensor | None = None
     """In a graph, which cannot refuse: whether the keys stand where `keys` says. Where False, the output is NaN."""
-    steps: dict[Any, Any] = field(default_factory=dict)
-    """Kernels made ready for layers of this forward, by what each depends on."""
+    shared: Shared = field(default_factory=Shared)
+    """Attention of the layers of this forward."""
 
     @property
     def arguments(self) -> dict[str, Any]:

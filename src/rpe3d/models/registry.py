@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rpe3d.attention import attention, shared_step
+from rpe3d.attention import attention
 from rpe3d.config import ConfigError
 from rpe3d.geometry import Law
 from rpe3d.models.carried import law_in, module_law, parameters_of
@@ -136,24 +136,10 @@ def attend(
     if where.end is not None:
         tell_of_length(law, where.end)
     query, key, value = where.gathered(query, key, value)
-    given: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux, "turned": True}
-    step = None
-    if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        step = _step(where, law, query, key, value, given)
-    if step is not None:
-        out, _ = step(query, key, value, s_aux)
-    else:
-        out, _ = attention(query, key, value, law, **where.arguments, **given)
+    solve = attention if torch.compiler.is_compiling() else where.shared
+    given = {**where.arguments, "scale": scaling, "softcap": softcap, "sinks": s_aux, "rotated": True}
+    out, _ = solve(query, key, value, law, **given)
     return where.returned(out, queries).transpose(1, 2).contiguous(), None
-
-
-def _step(where: Layout, law: Law, query: Tensor, key: Tensor, value: Tensor, given: dict[str, Any]) -> Any:
-    """The kernel that this layer shares with others of its forward; None where there is none for it."""
-    vectors = tuple((x.shape, x.stride()) for x in (query, key, value))
-    kind = (id(law), vectors, query.dtype, given["scale"], given["softcap"], given["sinks"] is None)
-    if kind not in where.steps:
-        where.steps[kind] = shared_step(query, key, value, law, **where.arguments, **given)
-    return where.steps[kind]
 
 
 def _stock(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rpe3d.attention import attention, shared_step
+from rpe3d.attention import Shared
 from rpe3d.config import ConfigError
 from rpe3d.geometry import Law
 from rpe3d.serve.checks import config_law
@@ -43,7 +43,8 @@ class Batch:
     near_tokens: Tensor
     lengths: Tensor
     pages: Tensor
-    steps: dict[Any, Any] = field(default_factory=dict)
+    shared: dict[int, Shared] = field(default_factory=dict)
+    """Attention of the layers, for each row of the batch."""
 
 
 def served_law(engine: Any) -> Law | None:
@@ -173,15 +174,7 @@ class LawImpl:
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, far: Far) -> Tensor:
         assert self.law is not None
-        given: dict[str, Any] = {
-            "query_positions": range(far.length - q.shape[2], far.length),
-            "key_positions": range(far.length),
-            "scale": self.scale,
-            "turned": True,
-        }
-        kind = (far.row, q.shape, k.shape, k.stride())
-        if kind not in batch.steps:
-            batch.steps[kind] = shared_step(q, k, v, self.law, **given)
-        step = batch.steps[kind]
-        out: Tensor = (step(q, k, v, None) if step is not None else attention(q, k, v, self.law, **given))[0]
+        places = {"query_positions": range(far.length - q.shape[2], far.length), "key_positions": range(far.length)}
+        shared = batch.shared.setdefault(far.row, Shared())
+        out: Tensor = shared(q, k, v, self.law, scale=self.scale, rotated=True, **places)[0]
         return out

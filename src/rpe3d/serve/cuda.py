@@ -18,7 +18,8 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from rpe3d.attention import decode, paged_kernel
+from rpe3d.attention.decode import paged
+from rpe3d.attention.lowering import plan
 from rpe3d.serve.backend import Batch, LawBackend, LawBuilder, LawImpl, served_law
 
 
@@ -48,7 +49,7 @@ class Impl(LawImpl, FlashAttentionImpl):  # type: ignore[misc]
 
     def attend_far(self, layer: Any, query: Tensor, kv_cache: Tensor, batch: Batch, output: Tensor) -> None:
         assert self.law is not None
-        decoding = decode.plan(self.law).refusal is None
+        decoding = plan(self.law).refusal is None
         single = [far for far in batch.far if decoding and far.tokens.stop - far.tokens.start == 1]
         rest = [far for far in batch.far if not decoding or far.tokens.stop - far.tokens.start > 1]
         super().attend_far(layer, query, kv_cache, replace(batch, far=rest), output)
@@ -56,7 +57,7 @@ class Impl(LawImpl, FlashAttentionImpl):  # type: ignore[misc]
             return
         tokens = torch.tensor([far.tokens.start for far in single], device=query.device)
         rows = torch.tensor([far.row for far in single], device=query.device)
-        out, _ = paged_kernel.attend(
+        out, _ = paged.attend(
             query[tokens][:, :, None],
             *self.caches(kv_cache),
             self.law,

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rpe3d.attention import attention
-from rpe3d.attention.contract import Placed, Positions, placed
+from rpe3d.attention import Shared
+from rpe3d.attention.problem import Placed, Positions, placed
 from rpe3d.config import ConfigError
 from rpe3d.models import registry
 from rpe3d.models.carried import module_law
@@ -37,6 +37,7 @@ class TrainingAttention:
     """Tokens in a group of shifted sparse attention."""
     parallel: SequenceParallel | None = None
     _last: list[Any] = field(default_factory=list, init=False, repr=False, compare=False)
+    _made: list[Any] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __call__(
         self,
@@ -79,18 +80,10 @@ class TrainingAttention:
 
         def attend(q: Tensor, k: Tensor, v: Tensor, positions: Positions, sinks: Tensor | None) -> Tensor:
             with torch.autocast(kind, enabled=False):  # the merge of parts is in float32
-                out, _ = attention(
-                    q,
-                    k,
-                    v,
-                    law,
-                    query_positions=positions,
-                    key_positions=positions,
-                    scale=scaling,
-                    softcap=softcap,
-                    sinks=sinks,
-                    turned=True,
-                )
+                places = {"query_positions": positions, "key_positions": positions}
+                out: Tensor = self._shared(positions)(
+                    q, k, v, law, scale=scaling, softcap=softcap, sinks=sinks, rotated=True, **places
+                )[0]
             return out
 
         positions = position_ids if self.skipping and by_position else None
@@ -102,6 +95,18 @@ class TrainingAttention:
             there = range(query.shape[2]) if positions is None else self._placed(positions, query.shape[0])
             out = attend(query, key, value, there, s_aux)
         return out.transpose(1, 2).contiguous(), None
+
+    def _shared(self, positions: Positions) -> Shared:
+        """Return the attention of all layers, and of all steps while positions stay the same."""
+        if isinstance(positions, Tensor):  # made anew in every layer
+            return Shared()
+        same = self._made and (
+            self._made[0] is positions or (isinstance(positions, range) and self._made[0] == positions)
+        )
+        if not same:
+            self._made[:] = [positions, Shared()]
+        made: Shared = self._made[1]
+        return made
 
     def _placed(self, positions: Tensor, batch: int) -> Placed:
         """Read from the device once for all layers, which would wait for it each."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 
-from rpe3d.attention.library import Backend, Ends, Forward, Gradients
-from rpe3d.attention.schedule import Piece
+from rpe3d.attention.blocked.backends import Backend, Ends, Forward, Gradients
+from rpe3d.attention.blocked.schedule import Piece
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -88,7 +87,6 @@ class Pack:
         return whole.index_add_(1, self.keys, x.transpose(1, 2).to(precise)).transpose(1, 2)
 
 
-@lru_cache(maxsize=16)  # the layers of a model ask for the same one
 def pack(pieces: tuple[Piece, ...], tokens: int, device: torch.device) -> Pack:
     """What a call of these pieces gathers from so many tokens."""
     rows, columns = [piece.rows for piece in pieces], [piece.columns for piece in pieces]

@@ -1,7 +1,7 @@
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
 """Flash-decoding under a law: one Triton kernel. `decode` says what it computes and for which problems.
 
-`decode_loop` has how. Here a step finds its queries and keys: by where they begin, or by positions and masks.
+`loop` has how. Here a step finds its queries and keys: by where they begin, or by positions and masks.
 """
 
 from __future__ import annotations
@@ -13,21 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rpe3d.attention.contract import Inputs
-from rpe3d.attention.counters import zeros
-from rpe3d.attention.decode import Plan
-from rpe3d.attention.decode_loop import (
-    LEAST_KEYS,
-    LOG2_E,
-    NEVER,
-    _attend,
-    _cdiv,
-    _power,
-    _processors,
-    scratch,
-    split,
-    tile,
-)
+from rpe3d.attention.decode.launch import Launch, scales
+from rpe3d.attention.decode.loop import NEVER, _attend
+from rpe3d.attention.lowering import table
+from rpe3d.attention.problem import Problem
 from rpe3d.rotation.launch import Launcher
 
 # What changes from step to step must not compile a new kernel in the middle of a text.
@@ -145,75 +134,46 @@ INTERPRETED = _decode.interpreted
 class Step:
     """A decoding step: all that is the same for every layer of a model, settled once.
 
-    Made from the vectors of one layer, it takes those of any that have the same shapes, strides and types; `split` and
-    `tile` choose what is not given.
+    Made from the vectors of one layer, it takes those of any that have the same shapes, strides and types; `options`
+    are those of `Launch`.
     """
 
-    def __init__(self, x: Inputs, plan: Plan, table: Tensor, *, splits: int | None = None, **options: int) -> None:
-        (b, h, t, d), (g, s) = x.q.shape, x.k.shape[1:3]
-        width, rows, self.device = _power(d), h // g * t, x.q.device
-        options = tile(rows, width, x.q.element_size(), plan.chunk) | options
-        block_m, block_n = options.pop("block_m"), options.pop("block_n")
-        least_tiles = options.pop("least_tiles", max(1, LEAST_KEYS // block_n))
-        blocks = _cdiv(rows, block_m)
-        splits = splits or split(b * g * blocks, s, _processors(self.device))
-        self.shape = (b, h, t)
-        self.rows, (self.slots, self.columns) = b * h * t, scratch(splits, plan)
-        self.counters = b * g * blocks
+    reason = "few queries: one kernel reads every key once"
+
+    def __init__(self, x: Problem, **options: int) -> None:
+        g, s = x.k.shape[1:3]
+        self.made = Launch(x.law, x.q, g, s, **options)
         tensors, strides = _optional(x)
         self.launch = _decode.bind(
-            self.device,
-            (splits, g * blocks, b),
+            x.q.device,
+            self.made.grid,
             (
-                table,
+                table(x.law, x.q.device),
                 *tensors,
                 x.queries.start if isinstance(x.queries, range) else 0,
                 x.keys.start if isinstance(x.keys, range) else 0,
                 s,
-                splits,
-                x.scale / x.softcap if x.softcap else x.scale * LOG2_E,
-                x.softcap * LOG2_E if x.softcap else None,
+                self.made.splits,
+                *scales(x.scale, x.softcap),
                 *x.q.stride()[:3],
                 *x.k.stride()[:3],
                 *x.v.stride()[:3],
                 *torch.empty_like(x.q).stride()[:3],
                 *strides,
             ),
-            {
-                "QUERIES": t,
-                "GROUP": h // g,
-                "DIM": d,
-                "WIDTH": width,
-                "PAIRS": x.law.rotary.pairs,
-                "INTERLEAVED": x.law.rotary.interleaved,
-                "BANDS": plan.bands,
-                "TURNING": sum(turns << r for r, turns in enumerate(plan.turning)),
-                "FADES": plan.fades,
-                "CHUNK": block_n if plan.chunk is None else plan.chunk,  # without chunks, tiles are as good
-                "SPLIT": splits > 1,
-                "LEAST_TILES": least_tiles,
-                "ROWS": min(block_m, _power(rows)),
-                "BLOCK_M": block_m,
-                "BLOCK_N": block_n,
-                "WIDEN": INTERPRETED,
-            },
-            options,
+            self.made.constants | {"WIDEN": INTERPRETED},
+            self.made.options,
         )
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """The output and the log-sum-exp."""
         out = torch.empty_like(q)
-        lse = torch.empty(self.shape, dtype=torch.float32, device=self.device)
-        parts = logs = arrivals = None
-        if self.slots:
-            shares = self.rows * self.slots * q.shape[3]
-            parts = torch.empty(shares + self.rows * self.columns, dtype=torch.float32, device=self.device)
-            logs, arrivals = parts[shares:], zeros(self.counters, self.device)
-        self.launch(q, k, v, out, lse, parts, logs, arrivals, None if sinks is None else sinks.contiguous())
+        lse, *scratch = self.made.results()
+        self.launch(q, k, v, out, lse, *scratch, None if sinks is None else sinks.contiguous())
         return out, lse
 
 
-def _optional(x: Inputs) -> tuple[list[Tensor | None], list[int]]:
+def _optional(x: Problem) -> tuple[list[Tensor | None], list[int]]:
     """Positions and masks that are tensors, each None where it is not; and the two strides of those with two."""
     queries = x.queries if isinstance(x.queries, Tensor) else None
     starts = x.key_starts if isinstance(x.keys, Tensor) else None

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rpe3d.attention.decode import band
+from rpe3d.attention.lowering import band
 from rpe3d.geometry import Region
 from rpe3d.rotation.launch import Bound, Launcher
 

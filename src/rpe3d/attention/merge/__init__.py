@@ -80,9 +80,9 @@ def merge_checked(
         if not (fused and _HAS_TRITON):
             _plain(parts, out, lse, sinks, fade)
             return
-        from rpe3d.attention import merge_kernel
+        from rpe3d.attention.merge import kernel
 
-        merge_kernel.merge(parts, out, lse, sinks, fade)
+        kernel.merge(parts, out, lse, sinks, fade)
 
 
 def add_up(parts: Sequence[Part], out: Float[Tensor, "b h t e"]) -> None:
@@ -91,11 +91,11 @@ def add_up(parts: Sequence[Part], out: Float[Tensor, "b h t e"]) -> None:
     Written into the tensor given, in one pass over memory on CUDA; any number of parts, whose `lse` is not looked at.
     """
     if out.is_cuda and _HAS_TRITON and out.dtype != torch.float64:
-        from rpe3d.attention import merge_kernel
+        from rpe3d.attention.merge import kernel
 
-        merge_kernel.add_up(parts[:MOST], out)
+        kernel.add_up(parts[:MOST], out)
         for n in range(MOST, len(parts), MOST - 1):
-            merge_kernel.add_up([Part(out, out), *parts[n : n + MOST - 1]], out)
+            kernel.add_up([Part(out, out), *parts[n : n + MOST - 1]], out)
         return
     total = torch.zeros(out.shape, dtype=torch.promote_types(out.dtype, torch.float32), device=out.device)
     for part in parts:

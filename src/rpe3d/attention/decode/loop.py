@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rpe3d.attention.decode import Plan
+from rpe3d.attention.lowering import Plan
 
 LEAST_KEYS = 256  # of a split: with fewer, merging costs more than it saves
 ROW = tl.constexpr(15)  # numbers per region in the table

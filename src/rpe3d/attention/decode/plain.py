@@ -17,11 +17,11 @@ from jaxtyping import Float, Float64
 from torch import Tensor
 
 from rpe3d.attention import reference
-from rpe3d.attention.contract import Inputs
-from rpe3d.attention.decode import band, whole_chunks
-from rpe3d.attention.table import Table
+from rpe3d.attention.lowering import band, whole_chunks
+from rpe3d.attention.problem import Problem
 from rpe3d.geometry import Region
 from rpe3d.rotation import cos_sin, rotate
+from rpe3d.rotation.table import Table
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,8 @@ class Part:
 class Step:
     """A decoding step: all that is the same for every layer of a model, settled once; then called with its vectors."""
 
-    def __init__(self, x: Inputs) -> None:
+    def __init__(self, x: Problem, reason: str = "asked for") -> None:
+        self.reason = reason
         self.interleaved = x.law.rotary.interleaved
         flash = _has_flash(x)
         self.attend = partial(_flash, scale=x.scale) if flash else partial(_products, scale=x.scale, softcap=x.softcap)
@@ -133,7 +134,7 @@ def _merged(
     return merged.to(rows.dtype), top + total.log()
 
 
-def _layouts(x: Inputs) -> list[tuple[list[int], slice, range]]:
+def _layouts(x: Problem) -> list[tuple[list[int], slice, range]]:
     """Of every sequence: the positions of its queries (-1: padding), where its keys lie, and their positions."""
     queries, _ = x.positions()
     reference.check_order("query_positions", queries, x.query_mask)
@@ -146,7 +147,7 @@ def _layouts(x: Inputs) -> list[tuple[list[int], slice, range]]:
     return layouts
 
 
-def _part(x: Inputs, batch: slice, queries: list[int], where: slice, positions: range) -> Part:
+def _part(x: Problem, batch: slice, queries: list[int], where: slice, positions: range) -> Part:
     pieces: list[Piece] = []
     angles: list[Float64[Tensor, "n t l"]] = []
     query = torch.tensor(queries, device=x.q.device)
@@ -201,7 +202,7 @@ def _cut(low: int, high: int, chunk: int | None) -> list[tuple[int, int]]:
     return list(pairwise(borders))
 
 
-def _mask(x: Inputs, seen: list[tuple[int, int]], low: int, high: int, n: int) -> Tensor | None:
+def _mask(x: Problem, seen: list[tuple[int, int]], low: int, high: int, n: int) -> Tensor | None:
     """What the rows of every stretch of [low, high) do not see, given what each query sees of its region."""
     if all(a <= low and high <= b for a, b in seen):
         return None
@@ -212,7 +213,7 @@ def _mask(x: Inputs, seen: list[tuple[int, int]], low: int, high: int, n: int) -
     return torch.zeros(blind.shape, dtype=x.q.dtype, device=x.q.device).masked_fill(blind, -torch.inf)
 
 
-def _has_flash(x: Inputs) -> bool:
+def _has_flash(x: Problem) -> bool:
     """Whether the library takes the problem. Vectors that are not contiguous in d it would take, and read wrongly."""
     contiguous = all(y.stride(3) == 1 for y in (x.q, x.k, x.v))
     return x.q.device.type == "cpu" and x.softcap is None and x.v.shape[3] == x.q.shape[3] and contiguous

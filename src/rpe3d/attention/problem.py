@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int
@@ -12,11 +13,14 @@ from torch import Tensor
 
 from rpe3d.config import ConfigError, flag, real
 from rpe3d.geometry import Law, Turn
+from rpe3d.geometry.region import STOCK
+from rpe3d.rotation import cos_sin, rotate
+from rpe3d.rotation.table import Places
 
+Prepared = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+"""A problem without its vectors: from q, k, v and sinks to the output and the log-sum-exp."""
 Run = tuple[slice, range]
 """Where the tokens of a sequence lie, and the range of their positions."""
-Places = tuple[range, ...]
-"""Positions of tokens that follow one another: consecutive ones in each range."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ Positions = Tensor | range | Placed | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inputs:
+class Problem:
     """One attention problem, whole and checked. b batch, h query heads, g key heads, t queries, s keys, d head dim.
 
     Positions stay a `range` where they are one: then nobody has to ask the device what they are.
@@ -56,27 +60,40 @@ class Inputs:
     scale: float
     softcap: float | None
     sinks: Float[Tensor, " h"] | None
-    turned: bool
+    rotated: bool
     query_placed: Placed | None = None
     key_placed: Placed | None = None
     """What the caller knows of positions that are tensors."""
 
-    @property
+    @cached_property
     def frequencies(self) -> Float64[Tensor, " l"]:
-        """θ_l in force, on the device of q."""
+        """θ_l in force, on the device of q: a copy to it would wait for everything that the device still has to do."""
         length = None
         if self.law.grows:
             length = self.keys[-1] + 1 if isinstance(self.keys, range) else int(self.keys.max()) + 1
-        return _frequencies(self.law, length, self.q.device)
+        device = self.q.device
+        made: Tensor = self.law.kept(("frequencies", length, device), lambda: self.law.frequencies(length).to(device))
+        return made
+
+    @property
+    def needs_gradient(self) -> bool:
+        """Whether a gradient is asked for."""
+        vectors = (self.q, self.k, self.v, self.sinks)
+        return torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in vectors)
+
+    def hollow(self) -> Problem:
+        """Return the problem without its vectors: shapes, types and devices stay, memory does not."""
+        q, k, v = (y.detach().new_empty(1).expand(y.shape) for y in (self.q, self.k, self.v))
+        return replace(self, q=q, k=k, v=v, sinks=None)
 
     @property
     def scaling(self) -> float:
-        """What cos and sin are multiplied by: nothing where q and k are turned already."""
-        return 1.0 if self.turned else self.law.attention_scaling
+        """What cos and sin are multiplied by: nothing where q and k are rotated already."""
+        return 1.0 if self.rotated else self.law.attention_scaling
 
     def angles(self, turn: Turn, positions: Int[Tensor, "*p"], theta: Float64[Tensor, " l"]) -> Float64[Tensor, "*p l"]:
         """By how much vectors at these positions have still to be turned."""
-        return turn.angle(positions, theta, stock=self.turned)
+        return turn.angle(positions, theta, stock=self.rotated)
 
     def positions(self) -> tuple[Int[Tensor, "b t"], Int[Tensor, "b s"]]:
         """Both as tensors, one row per sequence."""
@@ -119,7 +136,7 @@ class Inputs:
             if keys.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise ConfigError(
                     "key_positions is a tensor, which a CUDA graph cannot look at while it is captured",
-                    "give a range, or positions that were looked at before: rpe3d.attention.contract.placed(...)",
+                    "give a range, or positions that were looked at before: rpe3d.attention.problem.placed(...)",
                 )
             known = placed(keys, self.key_mask).starts
         assert isinstance(known, tuple)
@@ -143,12 +160,6 @@ class Inputs:
         return row.expand(self.q.shape[0], -1)
 
 
-@lru_cache(maxsize=64)
-def _frequencies(law: Law, length: int | None, device: torch.device) -> Float64[Tensor, " l"]:
-    """On the device once: a copy to it would wait for everything that the device still has to do."""
-    return law.frequencies(length).to(device)
-
-
 def check(
     q: Tensor,
     k: Tensor,
@@ -162,9 +173,9 @@ def check(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    turned: bool = False,
-) -> Inputs:
-    """The arguments of `attention` as `Inputs`, or one sentence about what is wrong with them."""
+    rotated: bool = False,
+) -> Problem:
+    """The arguments of `attention` as a `Problem`, or one sentence about what is wrong with them."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4 or not x.dtype.is_floating_point:
             raise ConfigError(
@@ -201,7 +212,7 @@ def check(
             raise ConfigError(f"{name} is {tuple(mask.shape)} {mask.dtype}", f"give bool {shape}, False: padding")
     if sinks is not None and sinks.shape != (h,):
         raise ConfigError(f"sinks is {tuple(sinks.shape)}", f"give one number per query head, {(h,)}")
-    return Inputs(
+    return Problem(
         q=q,
         k=k,
         v=v,
@@ -213,7 +224,7 @@ def check(
         scale=1 / math.sqrt(d) if scale is None else real("scale", scale, above=True),
         softcap=None if softcap is None else real("softcap", softcap, above=True),
         sinks=sinks,
-        turned=flag("turned", turned),
+        rotated=flag("rotated", rotated),
         query_placed=query_positions if isinstance(query_positions, Placed) else None,
         key_placed=key_positions if isinstance(key_positions, Placed) else None,
     )
@@ -255,3 +266,13 @@ def _positions(name: str, given: Tensor | range | Placed, b: int, n: int) -> ran
     if given.dtype.is_floating_point or given.dtype == torch.bool or given.shape not in ((n,), (b, n)):
         raise ConfigError(f"{name} is {tuple(given.shape)} {given.dtype}", f"give integers {(n,)} or {(b, n)}")
     return given.to(torch.int64).expand(b, n)
+
+
+def rotated(problem: Problem, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Return q and k of a problem rotated by the law's own frequencies, as a cache holds them."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    vectors = []
+    for y, p in zip((q, k), problem.positions(), strict=True):
+        table = cos_sin(problem.angles(STOCK, p, problem.frequencies), scaling=problem.scaling, dtype=dtype)
+        vectors.append(rotate(y, None, *table, interleaved=problem.law.rotary.interleaved)[0])
+    return vectors[0], vectors[1]

@@ -1,9 +1,10 @@
-"""Attention of a whole prompt in one kernel. Equals reference.attend, forward only.
+"""Computes attention of a whole prompt in one kernel; forward only.
+
+Chosen on a GPU where `blocked` would make dozens of library calls that the host must launch; where calls are large, the
+library's are faster. Equals `reference`.
 
 q and k come turned by stock RoPE. For each region of the law that turns them otherwise a turned copy is made, and one
-launch of `prefill_kernel` walks the regions. Where `blocked` makes dozens of library calls that the host must launch,
-this is a handful; where calls are large, the library's are faster. Triton is imported with the kernel, on the first
-call.
+launch of `kernel` walks the regions. Triton is imported with the kernel, on the first call.
 """
 
 from __future__ import annotations
@@ -17,41 +18,59 @@ import torch
 from jaxtyping import Float64, Int
 from torch import Tensor
 
-from rpe3d.attention.contract import Inputs
-from rpe3d.attention.spans import Span
-from rpe3d.attention.table import table
+from rpe3d.attention.problem import Prepared, Problem, rotated
+from rpe3d.attention.spans import Span, spans
 from rpe3d.geometry import Region, Turn
 from rpe3d.geometry.region import STOCK
+from rpe3d.rotation.table import table
 
 WIDEST = 256
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _HAS_TRITON = find_spec("triton") is not None
 
 
-def lacks(x: Inputs) -> str | None:
-    """Why the kernel cannot run this problem here; None if it can. Positions are another question: `spans`."""
+def refusal(problem: Problem) -> str | None:
+    """Say why the kernel cannot run a problem here; None if it can."""
+    if reason := lacks(problem):
+        return reason
+    found = list(spans(problem))
+    if not found or None in found or any(span.places for span in found if span is not None):
+        return "its positions are not consecutive, or a query is not among the keys"
+    return None
+
+
+def lacks(problem: Problem) -> str | None:
+    """Say what keeps the kernel from a problem whatever its positions; None if nothing does."""
     if not _HAS_TRITON:
         return "Triton is not installed"
-    if reason := refusal(x):
-        return reason
-    if not x.q.is_cuda:
-        from rpe3d.attention import prefill_kernel
-
-        if not prefill_kernel.INTERPRETED:
-            return f"it runs on a GPU, not on {x.q.device}"
-    return None
-
-
-def refusal(x: Inputs) -> str | None:
-    """What about a problem is not made for the kernel, whatever the machine."""
-    d, e = x.q.shape[3], x.v.shape[3]
-    if torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in (x.q, x.k, x.v, x.sinks)):
+    d, e = problem.q.shape[3], problem.v.shape[3]
+    if problem.needs_gradient:
         return "it has no gradient"
-    if x.q.dtype not in _DTYPES:
-        return f"it computes in float32, not in {str(x.q.dtype).removeprefix('torch.')}"
+    if problem.q.dtype not in _DTYPES:
+        return f"it computes in float32, not in {str(problem.q.dtype).removeprefix('torch.')}"
     if d > WIDEST or e != d:
         return f"head dimensions are {d} and {e}, not one of up to {WIDEST}"
+    if not problem.q.is_cuda:
+        from rpe3d.attention.prefill import kernel
+
+        if not kernel.INTERPRETED:
+            return f"it runs on a GPU, not on {problem.q.device}"
     return None
+
+
+def prepare(problem: Problem, **options: Any) -> Prepared:
+    """Return the kernel for a problem that nothing refuses, for the vectors of any layer like it."""
+    found = [span for span in spans(problem) if span is not None]
+    step = Step(problem, found, **options)
+    if problem.rotated:
+        return step
+    hollow = problem.hollow()
+
+    def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        q, k = rotated(hollow, q, k)
+        return step(q, k, v, sinks)
+
+    return run
 
 
 class Step:
@@ -62,14 +81,14 @@ class Step:
     forward does.
     """
 
-    def __init__(self, x: Inputs, spans: Sequence[Span], **options: Any) -> None:
+    def __init__(self, x: Problem, found: Sequence[Span], **options: Any) -> None:
         from rpe3d.rotation.kernel import Turning
 
         self.regions = tuple(sorted(x.law.regions, key=lambda region: region.fade is None))  # as the kernel wants them
-        same = _same(x, spans)
+        same = _same(x, found)
         query, key = (same.queries, same.keys) if same else x.positions()
         theta = x.frequencies
-        everything = range(min(span.keys.start for span in spans), max(span.keys.stop for span in spans))
+        everything = range(min(span.keys.start for span in found), max(span.keys.stop for span in found))
         at = {(0, STOCK): 0, (1, STOCK): 1}  # where among the vectors of a call q and k are, as each region turns them
         self.turnings = []
         for pair in _launches(self.regions, together=x.q.shape[2] == x.k.shape[2]):
@@ -79,7 +98,7 @@ class Step:
         self.regions_at = [(at[0, region.query], at[1, region.key]) for region in self.regions]
         self.options = options | {
             "regions": self.regions,
-            "spans": None if same else _on_device(spans, x.q.shape[0], x.q.device),
+            "spans": None if same else _on_device(found, x.q.shape[0], x.q.device),
             "starts": (same.queries.start, same.keys.start) if same else (0, 0),
             "scale": x.scale,
             "softcap": x.softcap,
@@ -97,14 +116,14 @@ class Step:
         out = torch.empty_like(q)
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         if self.launch is None:
-            from rpe3d.attention import prefill_kernel
+            from rpe3d.attention.prefill import kernel
 
-            self.launch = prefill_kernel.bind(qs, ks, v, out, **self.options)
+            self.launch = kernel.bind(qs, ks, v, out, **self.options)
         self.launch(qs, ks, v, out, lse, None if sinks is None else sinks.contiguous())
         return out, lse
 
 
-def _same(x: Inputs, spans: Sequence[Span]) -> Span | None:
+def _same(x: Problem, spans: Sequence[Span]) -> Span | None:
     """The span of all sequences, if they have the same and it leaves out no slot."""
     first, (b, _, t, _), s = spans[0], x.q.shape, x.k.shape[2]
     if (len(first.queries), len(first.keys)) != (t, s):

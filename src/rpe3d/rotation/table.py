@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from functools import lru_cache
 from importlib.util import find_spec
 from threading import Lock
 from typing import Any
@@ -12,20 +11,21 @@ import torch
 from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
-from rpe3d.attention.contract import Places
 from rpe3d.geometry import Fade, PairTurns, Turn
 from rpe3d.rotation import cos_sin
 
+Places = tuple[range, ...]
+"""Positions of tokens that follow one another: consecutive ones in each range."""
 Table = tuple[Float[Tensor, "t l"], Float[Tensor, "t l"]]
 KEPT = 2**25
-"""Bytes of tables that are kept: the layers of a model ask for the same ones. As many as a slab of far keys takes."""
+"""Bytes of tables that are kept. As many as a slab of far keys takes."""
 _HAS_TRITON = find_spec("triton") is not None
 
 
 def table(turn: Turn, positions: range, frequencies: Float64[Tensor, " l"], dtype: torch.dtype) -> Table:
     """cos and sin of θ_l (x(p) - p) + y(p): from where stock RoPE put a vector to where `turn` puts it."""
     if frequencies.is_cuda and dtype == torch.float32 and _HAS_TRITON and not isinstance(turn, PairTurns):
-        from rpe3d.attention import table_kernel
+        from rpe3d.rotation import table_kernel
 
         return table_kernel.table(turn, positions, frequencies)
     return plain(turn, positions, frequencies, dtype)
@@ -42,14 +42,13 @@ def positions_of(places: Places) -> Int[Tensor, " t"]:
     return torch.cat([torch.arange(run.start, run.stop) for run in places])
 
 
-@lru_cache(maxsize=64)  # of every block of a long text
 def sharpness(fade: Fade, places: Places, device: torch.device, dtype: torch.dtype) -> Float[Tensor, " t"]:
     """`Fade.sharpness` of queries at these positions."""
     return fade.sharpness(positions_of(places)).to(device, dtype)
 
 
 class Tables:
-    """cos and sin of turns, and of turns that also sharpen; the last KEPT bytes of them are kept.
+    """cos and sin of turns, and of turns that also sharpen, for the layers of a forward; the last KEPT bytes are kept.
 
     Each is for the stream that made it. A CUDA graph has its own: it would read a kept one when that may be gone.
     """
@@ -96,6 +95,3 @@ class Tables:
             return cos, sin
         sharp = sharpness(fade, places, frequencies.device, dtype)[:, None]
         return sharp * cos, sharp * sin
-
-
-kept = Tables()

@@ -12,10 +12,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from rpe3d.attention.blocked.schedule import Block, Call
+from rpe3d.attention.blocked.task import Task
 from rpe3d.attention.merge import MOST, Part, add_up, merge, merge_checked
-from rpe3d.attention.pack import Pack, pack
-from rpe3d.attention.schedule import Block, Call
-from rpe3d.attention.task import Task
 from rpe3d.geometry import Fade, Region, Turn
 from rpe3d.geometry.region import STOCK
 
@@ -71,7 +70,7 @@ def _forward(task: Task, q: Tensor, k: Tensor, v: Tensor, far: Part | None) -> t
             return task.backend.forward(q, k, v, call.shape == "causal", task.scale)
     result = _empty(q, v)
     fused = q.is_cuda and q.dtype != torch.float64
-    shift, fades = task.shift(result.lse.dtype), task.fade is not None
+    shift, fades = task.shift, task.fade is not None
     begun: set[int] = set()
     for slab, work in task.passes():
         turned: dict[Turn, Tensor] = {}
@@ -122,9 +121,9 @@ def _forward_block(
                 task,
                 call,
                 start,
-                _rows_of(turned, start, call),
-                _keys_of(keys, call.key - first, call),
-                _keys_of(v, call.key, call),
+                _rows_of(task, turned, start, call),
+                _keys_of(task, keys, call.key - first, call),
+                _keys_of(task, v, call.key, call),
             )
         )
     return parts
@@ -145,7 +144,7 @@ def _keys(task: Task, k: Tensor, turn: Turn, call: Call, slab: range, far: dict[
 def _run(task: Task, call: Call, start: int, q: Tensor, k: Tensor, v: Tensor) -> Part:
     """One library call; its rows begin at `start` in the block."""
     if call.pieces:
-        out, lse = _packed(call, q).forward(task.backend, q, k, v, call.shape == "causal", task.scale)
+        out, lse = task.pack(call).forward(task.backend, q, k, v, call.shape == "causal", task.scale)
     elif call.shape == "upper":
         out, lse = (x.flip(2) for x in task.backend.forward(q.flip(2), k.flip(2), v.flip(2), True, task.scale))
     else:
@@ -166,13 +165,13 @@ def _backward(
     dq = torch.empty_like(q)
     dk, dv = {STOCK: _Sum(k, precise)}, _Sum(v, precise)
     turned_keys: dict[Turn, Tensor] = {}
-    shift = task.shift(lse.dtype)
-    for block in task.schedule(task.backward_rows):
+    shift = task.shift
+    for block in task.backward_blocks:
         here = _rows(block.rows, task.queries)
         whole = Part(out, lse).rows(here)
         faded = whole
         if shift is not None and any(task.regions[call.region].fade is not None for call in block.calls):
-            faded = _seen_by_faded(whole, far and far.rows(here), shift[:, here], task.shares(lse.dtype)[..., here])
+            faded = _seen_by_faded(whole, far and far.rows(here), shift[:, here], task.shares[..., here])
         turned: dict[Kind, Tensor] = {PLAIN: q[:, :, here]}
         parts: dict[Kind, list[Part]] = {PLAIN: []}
         regions: dict[Kind, Region] = {}
@@ -189,12 +188,12 @@ def _backward(
             gq, gk, gv = _gradients(
                 task,
                 call,
-                _rows_of(do[:, :, here], start, call),
-                _rows_of(turned[kind], start, call),
-                _keys_of(turned_keys.get(region.key, k), call.key, call),
-                _keys_of(v, call.key, call),
-                _rows_of(seen.out, start, call),
-                _rows_of(seen.lse[..., None], start, call)[..., 0],
+                _rows_of(task, do[:, :, here], start, call),
+                _rows_of(task, turned[kind], start, call),
+                _keys_of(task, turned_keys.get(region.key, k), call.key, call),
+                _keys_of(task, v, call.key, call),
+                _rows_of(task, seen.out, start, call),
+                _rows_of(task, seen.lse[..., None], start, call)[..., 0],
             )
             parts.setdefault(kind, []).append(Part(gq, gq, start, call.step if call.times > 1 else 0))
             dk[region.key].add(gk, call.key, call)
@@ -227,7 +226,7 @@ def _gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The backward of one library call."""
     if call.pieces:
-        return _packed(call, q).backward(task.backend, do, q, k, v, out, lse, call.shape == "causal", task.scale)
+        return task.pack(call).backward(task.backend, do, q, k, v, out, lse, call.shape == "causal", task.scale)
     if call.shape != "upper":
         return task.backend.backward(do, q, k, v, out, lse, call.shape == "causal", task.scale)
     do, q, k, v, out, lse = (x.flip(2) for x in (do, q, k, v, out, lse))
@@ -239,18 +238,14 @@ def _rows(rows: range, queries: range) -> slice:
     return slice(rows.start - queries.start, rows.stop - queries.start)
 
 
-def _packed(call: Call, x: Tensor) -> Pack:
-    return pack(call.pieces, call.rows, x.device)
+def _rows_of(task: Task, x: Tensor, start: int, call: Call) -> Tensor:
+    """Return the rows of x that belong to a call's queries, the first of which is token `start`."""
+    return task.pack(call).rows_of(x) if call.pieces else _window(x, start, call.rows, call)
 
 
-def _rows_of(x: Tensor, start: int, call: Call) -> Tensor:
-    """What is of the call's queries, the first of which is token `start`."""
-    return _packed(call, x).rows_of(x) if call.pieces else _window(x, start, call.rows, call)
-
-
-def _keys_of(x: Tensor, start: int, call: Call) -> Tensor:
-    """What is of its keys."""
-    return _packed(call, x).keys_of(x) if call.pieces else _window(x, start, call.columns, call)
+def _keys_of(task: Task, x: Tensor, start: int, call: Call) -> Tensor:
+    """Return the rows of x that belong to a call's keys, the first of which is token `start`."""
+    return task.pack(call).keys_of(x) if call.pieces else _window(x, start, call.columns, call)
 
 
 def _window(x: Tensor, start: int, length: int, call: Call) -> Tensor:

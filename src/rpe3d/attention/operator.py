@@ -12,9 +12,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rpe3d.attention.contract import Placed, check
-from rpe3d.attention.dispatch import run
+from rpe3d.attention.choose import choose
+from rpe3d.attention.problem import Placed, Positions, check
 from rpe3d.geometry import Law, make_law
+
+
+def call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    law: Law,
+    impl: str,
+    backend: str | None,
+    *,
+    query_positions: Positions,
+    key_positions: Positions,
+    **rest: Any,
+) -> tuple[Tensor, Tensor]:
+    """Return `attention` inside torch.compile: its positions become tensors, the law its text."""
+    tensors: list[Tensor | None] = []
+    for p in (query_positions, key_positions):
+        if isinstance(p, range):
+            p = torch.arange(p.start, p.stop, device=q.device)
+        tensors.append(p.positions if isinstance(p, Placed) else p)
+    starts = key_positions.starts if isinstance(key_positions, Placed) else None
+    tensors.append(starts if isinstance(starts, Tensor) else None)
+    result: tuple[Tensor, Tensor] = attention(q, k, v, sinks, *tensors, law.json, impl, backend, **rest)
+    return result
 
 
 @torch.library.custom_op("rpe3d::attention", mutates_args=())
@@ -26,18 +51,18 @@ def attention(
     query_positions: Tensor | None,
     key_positions: Tensor | None,
     key_starts: Tensor | None,
-    query_mask: Tensor | None,
-    key_mask: Tensor | None,
     law: str,
-    scale: float | None,
-    softcap: float | None,
-    turned: bool,
     impl: str,
     backend: str | None,
+    query_mask: Tensor | None,
+    key_mask: Tensor | None,
+    scale: float | None,
+    softcap: float | None,
+    rotated: bool,
 ) -> tuple[Tensor, Tensor]:
     """`rpe3d.attention.attention`, with the law as its JSON, and `Placed.starts` of the keys where they are known."""
     keys = key_positions if key_positions is None or key_starts is None else Placed(key_positions, starts=key_starts)
-    x = check(
+    problem = check(
         q,
         k,
         v,
@@ -49,18 +74,19 @@ def attention(
         scale=scale,
         softcap=softcap,
         sinks=sinks,
-        turned=turned,
+        rotated=rotated,
     )
-    out, lse = run(x, impl, backend)
+    out, lse = choose(problem, impl, backend).prepared(q, k, v, sinks)
     return out.contiguous(), lse.contiguous()
 
 
 @attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
     out = q.new_empty(*q.shape[:3], v.shape[3])
     return out, q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
 
 
 @lru_cache(maxsize=64)
 def _law(text: str) -> Law:
+    """A graph holds a law as text. Made once, it keeps what kernels read of it."""
     return make_law(**json.loads(text))

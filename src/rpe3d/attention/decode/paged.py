@@ -1,8 +1,8 @@
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
-"""The decoding step over a paged cache: `decode_loop` with a block table between a key's position and its place.
+"""The decoding step over a paged cache: `loop` with a block table between a key's position and its place.
 
 A server keeps the keys and values of all its sequences in pages of a few tokens, and for each sequence a row of page
-numbers. Everything else is as in `decode_kernel`; keys are turned by stock RoPE, as there.
+numbers. Everything else is as in `kernel`; keys are turned by stock RoPE, as there.
 """
 
 from __future__ import annotations
@@ -14,20 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rpe3d.attention.counters import zeros
-from rpe3d.attention.decode import plan, table
-from rpe3d.attention.decode_loop import (
-    LEAST_KEYS,
-    LOG2_E,
-    NEVER,
-    _attend,
-    _cdiv,
-    _power,
-    _processors,
-    scratch,
-    split,
-    tile,
-)
+from rpe3d.attention.decode.launch import Launch, scales
+from rpe3d.attention.decode.loop import NEVER, _attend
+from rpe3d.attention.lowering import plan, table
 from rpe3d.config import ConfigError
 from rpe3d.geometry import Law
 from rpe3d.rotation.launch import Launcher
@@ -77,12 +66,12 @@ def _paged_kernel(
     TURNING: tl.constexpr,
     FADES: tl.constexpr,
     CHUNK: tl.constexpr,
-    PAGE: tl.constexpr,
     SPLIT: tl.constexpr,
     LEAST_TILES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PAGE: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     """BLOCK_M rows (queries x heads of one group) against one split of a sequence's keys; see `_decode_kernel`.
@@ -153,32 +142,17 @@ def attend(
             f"the paged kernel cannot run {law.name}: {made.refusal}", "gather the keys, and use attention"
         )
     (b, h, t, d), (_, page, g, _) = q.shape, k.shape
-    width, rows, device = _power(d), h // g * t, q.device
-    options = (
-        tile(rows, width, q.element_size(), made.chunk)
-        | {"num_stages": STAGES, "num_warps": warps(made.ways)}
-        | options
-    )
-    block_m, block_n = options.pop("block_m"), options.pop("block_n")
-    least_tiles = options.pop("least_tiles", max(1, LEAST_KEYS // block_n))
-    blocks = _cdiv(rows, block_m)
-    splits = splits or split(b * g * blocks, pages.shape[1] * page, _processors(device))
-    out = torch.empty((b, t, h, d), dtype=q.dtype, device=device).transpose(1, 2)
-    lse = torch.empty((b, h, t), dtype=torch.float32, device=device)
-    parts = logs = arrivals = None
-    slots, columns = scratch(splits, made)
-    if slots:
-        shares = b * h * t * slots * d
-        parts = torch.empty(shares + b * h * t * columns, dtype=torch.float32, device=device)
-        logs, arrivals = parts[shares:], zeros(b * g * blocks, device)
-    launch = _paged.bind(
-        device,
-        (splits, g * blocks, b),
+    options = {"num_stages": STAGES, "num_warps": warps(made.ways)} | options
+    launch = Launch(law, q, g, pages.shape[1] * page, splits=splits, **options)
+    out = torch.empty((b, t, h, d), dtype=q.dtype, device=q.device).transpose(1, 2)
+    lse, *scratch = launch.results()
+    bound = _paged.bind(
+        q.device,
+        launch.grid,
         (
-            table(law, device),
-            splits,
-            scale / softcap if softcap else scale * LOG2_E,
-            softcap * LOG2_E if softcap else None,
+            table(law, q.device),
+            launch.splits,
+            *scales(scale, softcap),
             *q.stride()[:3],
             *k.stride()[:3],
             *v.stride()[:3],
@@ -186,26 +160,8 @@ def attend(
             pages.stride(0),
             lengths.stride(0),
         ),
-        {
-            "QUERIES": t,
-            "GROUP": h // g,
-            "DIM": d,
-            "WIDTH": width,
-            "PAIRS": law.rotary.pairs,
-            "INTERLEAVED": law.rotary.interleaved,
-            "BANDS": made.bands,
-            "TURNING": sum(turns << r for r, turns in enumerate(made.turning)),
-            "FADES": made.fades,
-            "CHUNK": block_n if made.chunk is None else made.chunk,
-            "PAGE": page,
-            "SPLIT": splits > 1,
-            "LEAST_TILES": least_tiles,
-            "ROWS": min(block_m, _power(rows)),
-            "BLOCK_M": block_m,
-            "BLOCK_N": block_n,
-            "WIDEN": _paged.interpreted,
-        },
-        options,
+        launch.constants | {"PAGE": page, "WIDEN": _paged.interpreted},
+        launch.options,
     )
-    launch(q, k, v, pages, lengths, out, lse, parts, logs, arrivals, None if sinks is None else sinks.contiguous())
+    bound(q, k, v, pages, lengths, out, lse, *scratch, None if sinks is None else sinks.contiguous())
     return out, lse

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property
 from itertools import chain
 
 import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from rpe3d.attention.contract import Places
-from rpe3d.attention.library import Backend
-from rpe3d.attention.schedule import Block, Call, schedule, skipping
-from rpe3d.attention.table import kept, positions_of, sharpness
+from rpe3d.attention.blocked.backends import Backend
+from rpe3d.attention.blocked.ragged import Pack, pack
+from rpe3d.attention.blocked.schedule import Block, Call, Piece, schedule, skipping
 from rpe3d.config import freeze
 from rpe3d.geometry import Fade, Law, Region, Turn
 from rpe3d.rotation import rotate
+from rpe3d.rotation.table import Places, Tables, positions_of, sharpness
 
 LEAST_BACKWARD = 16384
 """Queries in a block of the backward, where the forward has fewer in its own."""
@@ -37,6 +37,8 @@ class Task:
     frequencies: Float64[Tensor, " l"]
     scale: float
     backend: Backend
+    precision: torch.dtype
+    """Of the log-sum-exp."""
     rows: int
     """Queries in a block of the forward."""
     backward_rows: int = LEAST_BACKWARD
@@ -44,6 +46,9 @@ class Task:
     slab: int = 65536
     """Far keys that are turned at a time."""
     places: tuple[Places, ...] | None = None
+    tables: Tables = field(default_factory=Tables, compare=False)
+    """cos and sin, which all layers that run the task share."""
+    packs: dict[tuple[Piece, ...], Pack] = field(default_factory=dict, init=False, compare=False)
     regions: tuple[Region, ...] = field(init=False)
     blocks: tuple[Block, ...] = field(init=False)
     """Empty where no schedule fits."""
@@ -51,6 +56,17 @@ class Task:
     def __post_init__(self) -> None:
         freeze(self, regions=self.law.regions)
         freeze(self, blocks=self.schedule(self.rows))
+
+    @cached_property
+    def backward_blocks(self) -> tuple[Block, ...]:
+        """The schedule of the backward."""
+        return self.schedule(self.backward_rows)
+
+    def pack(self, call: Call) -> Pack:
+        """What a call of pieces gathers."""
+        if call.pieces not in self.packs:
+            self.packs[call.pieces] = pack(call.pieces, call.rows, self.frequencies.device)
+        return self.packs[call.pieces]
 
     def schedule(self, rows: int) -> tuple[Block, ...]:
         """Blocks of so many queries; positions that skip have their own blocks."""
@@ -99,14 +115,20 @@ class Task:
         assert len(fades) <= 1, "merging knows of one group of faded parts"
         return fades[0] if fades else None
 
-    def shift(self, dtype: torch.dtype) -> Float[Tensor, "2 t"] | None:
+    @cached_property
+    def shift(self) -> Float[Tensor, "2 t"] | None:
         """`Fade.shift` of every query."""
-        return None if self.fade is None else _shift(self.fade, self.at(self.queries), self.frequencies.device, dtype)
+        return None if self.fade is None else self._on_device(self.fade.shift(positions_of(self.at(self.queries))))
 
-    def shares(self, dtype: torch.dtype) -> Float[Tensor, "2 1 1 t"]:
+    @cached_property
+    def shares(self) -> Float[Tensor, "2 1 1 t"]:
         """log (1 - e) and log e of every query, e the first number of its shift."""
         assert self.fade is not None
-        return _shares(self.fade, self.at(self.queries), self.frequencies.device, dtype)
+        eased, _ = self.fade.shift(positions_of(self.at(self.queries)))
+        return self._on_device(torch.stack([(-eased).log1p(), eased.log()]))[:, None, None]
+
+    def _on_device(self, x: Float64[Tensor, "2 t"]) -> Float[Tensor, "2 t"]:
+        return x.to(self.frequencies.device, self.precision, non_blocking=True)
 
     def query(self, x: Tensor, region: Region, tokens: range, *, back: bool = False) -> Tensor:
         """These queries as a region has them, from stock RoPE; or gradients of such ones back to it."""
@@ -124,16 +146,5 @@ class Task:
 
     def _turned(self, x: Tensor, turn: Turn, fade: Fade | None, tokens: range, back: bool) -> Tensor:
         precise = torch.promote_types(x.dtype, torch.float32)
-        cos, sin = kept(turn, fade, self.at(tokens), back, self.frequencies, precise)
+        cos, sin = self.tables(turn, fade, self.at(tokens), back, self.frequencies, precise)
         return rotate(x, None, cos, sin, interleaved=self.law.rotary.interleaved)[0]
-
-
-@lru_cache(maxsize=8)  # the layers of a model ask for the same one
-def _shift(fade: Fade, places: Places, device: torch.device, dtype: torch.dtype) -> Float[Tensor, "2 t"]:
-    return fade.shift(positions_of(places)).to(device, dtype)
-
-
-@lru_cache(maxsize=8)
-def _shares(fade: Fade, places: Places, device: torch.device, dtype: torch.dtype) -> Float[Tensor, "2 1 1 t"]:
-    eased, _ = fade.shift(positions_of(places))
-    return torch.stack([(-eased).log1p(), eased.log()]).to(device, dtype)[:, None, None]

@@ -20,11 +20,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
-from rpe3d.attention.contract import Places
 from rpe3d.geometry import Region
+from rpe3d.rotation.table import Places
 
 Shape = Literal["full", "causal", "upper"]
 MOST_STAIRS = 5
@@ -67,7 +66,7 @@ class Block:
     calls: tuple[Call, ...]
 
 
-def blocks(regions: tuple[Region, ...], queries: range, keys: range, rows: int) -> tuple[Block, ...]:
+def schedule(regions: tuple[Region, ...], queries: range, keys: range, rows: int) -> tuple[Block, ...]:
     """Blocks of at most `rows` queries (more where nothing is far); none where a band has a form that no call has.
 
     Both ranges are consecutive positions, the keys' from 0, and every query is among the keys.
@@ -82,10 +81,6 @@ def blocks(regions: tuple[Region, ...], queries: range, keys: range, rows: int) 
     return tuple(_chunk_blocks(regions, units.pop(), queries, keys, rows))
 
 
-schedule = lru_cache(maxsize=64)(blocks)  # the layers of a model ask for the same one
-
-
-@lru_cache(maxsize=64)
 def skipping(regions: tuple[Region, ...], sequences: tuple[Places, ...]) -> tuple[Block, ...]:
     """One block for tokens at positions that rise and skip, sequence after sequence; its calls count tokens.
 
@@ -117,7 +112,7 @@ def _skips(regions: tuple[Region, ...], chunk: int, places: Places) -> Iterator[
     """The calls of one sequence: queries with the same keys go together."""
 
     def before(position: int) -> int:
-        """How many tokens are."""
+        """Return the number of tokens before a position."""
         return sum(min(max(position - run.start, 0), len(run)) for run in places)
 
     def keys(region: Region, here: int) -> tuple[int, int | None]:

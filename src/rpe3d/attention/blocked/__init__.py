@@ -1,0 +1,200 @@
+"""Computes attention from the machine's own attention calls, merged exactly; exact gradients; memory linear in length.
+
+Chosen for prompts and for training. Equals `reference`.
+
+`schedule` says which calls execute a law, `backends` has the libraries' calls, `run` makes and merges them, `ragged`
+joins many small ones where positions skip. What no schedule fits is the reference, a tile of queries at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from rpe3d.attention import reference
+from rpe3d.attention.blocked.backends import backend_for, without_plans
+from rpe3d.attention.blocked.run import Blocked
+from rpe3d.attention.blocked.task import LEAST_BACKWARD, Task
+from rpe3d.attention.problem import Prepared, Problem, rotated
+from rpe3d.attention.spans import Span, spans
+from rpe3d.rotation.table import Tables
+
+ROWS_ON_CPU = 4096
+"""Queries in a block."""
+Done = list[tuple[slice, Span, Tensor, Tensor]]
+
+
+def refusal(problem: Problem) -> str | None:
+    """Return None: it runs every problem."""
+    return None
+
+
+def prepare(problem: Problem, backend: str | None = None) -> Prepared:
+    """Return the calls for a problem, for the vectors of any layer like it. backend: the library to call."""
+    return Calls(problem, backend)
+
+
+class Calls:
+    """A problem as library calls: schedules and tables of cos and sin, made once for all layers of a forward."""
+
+    def __init__(self, x: Problem, backend: str | None = None) -> None:
+        self.problem = x.hollow()
+        self.library = backend_for(x.q, x.v, backend)
+        found = list(spans(x))
+        # No library has softcap, few values of another size, none float64 on CUDA; these, positions without a schedule,
+        # and a batch of padding alone are tiled.
+        foreign = x.softcap is not None or x.v.shape[3] != x.q.shape[3] or (x.q.is_cuda and x.q.dtype == torch.float64)
+        known = [] if foreign or None in found else [span for span in found if span is not None]
+        if backend is None and any(span.places for span in known):
+            self.library = backend_for(x.q, x.v, without_plans(self.library.name))
+        tables = Tables()
+        self.tasks = [(span, self._task(span, tables)) for span in known]
+        if not all(task.blocks for _, task in self.tasks):
+            self.tasks = []
+
+    @property
+    def name(self) -> str:
+        """Of the library."""
+        return self.library.name
+
+    def _task(self, span: Span, tables: Tables) -> Task:
+        x = self.problem
+        rows = _rows(x.q, len(span.keys))
+        return Task(
+            law=x.law,
+            queries=span.queries,
+            keys=span.keys,
+            frequencies=x.frequencies,
+            scale=x.scale,
+            backend=self.library,
+            precision=torch.promote_types(x.q.dtype, torch.float32),
+            rows=rows,
+            backward_rows=max(rows, LEAST_BACKWARD),
+            places=span.places,
+            tables=tables,
+        )
+
+    def batches(self, span: Span, task: Task) -> list[slice]:
+        """Which sequences go together: calls that repeat over chunks have no room for a batch."""
+        if not any(call.times > 1 for block in task.blocks for call in block.calls):
+            return [span.batch]
+        return [slice(b, b + 1) for b in range(*span.batch.indices(self.problem.q.shape[0]))]
+
+    def work(self) -> tuple[int, int]:
+        """Return the number of library calls, 0 where none fits, and their floating point operations per dimension."""
+        calls = flops = 0
+        b = self.problem.q.shape[0]
+        for span, task in self.tasks:
+            every = [call for block in task.blocks for call in block.calls]
+            calls += len(every) * len(self.batches(span, task))
+            each = sum((4 if call.shape == "full" else 2) * call.times * call.rows * call.columns for call in every)
+            flops += each * len(range(*span.batch.indices(b)))
+        return calls, flops * self.problem.q.shape[1]
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the output and the log-sum-exp."""
+        out, lse = self._attend(q, k, v, sinks)
+        if torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in (q, k, sinks)):
+            lse = WithGradient.apply(lse, q, k, sinks, self.problem)  # type: ignore[no-untyped-call]
+        return out, lse
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        x = self.problem
+        if not self.tasks:
+            return tiled(replace(x, q=q, k=k, v=v, sinks=sinks))
+        if not x.rotated:
+            q, k = rotated(x, q, k)
+        # PyTorch's CPU attention takes vectors that are scattered in memory, and misreads them.
+        q, k, v = (y if y.stride(3) == 1 else y.contiguous() for y in (q, k, v))
+        done: Done = []
+        for span, task in self.tasks:
+            if span.places is not None:
+                out, lse = Blocked.apply(*map(_in_a_row, (q, k, v)), sinks, task)  # type: ignore[no-untyped-call]
+                out, lse = (part[0].unflatten(1, (q.shape[0], -1)).transpose(0, 1) for part in (out, lse))
+                return out, lse
+            for batch in self.batches(span, task):
+                here = q[batch, :, span.query], k[batch, :, span.key], v[batch, :, span.key]
+                out, lse = Blocked.apply(*here, sinks, task)  # type: ignore[no-untyped-call]
+                done.append((batch, span, out, lse))
+        return _gathered(q, v, sinks, done)
+
+
+def _in_a_row(x: Float[Tensor, "b h t d"]) -> Float[Tensor, "1 h b*t d"]:
+    """All sequences as one: a view where a token's heads lie together."""
+    return x.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None]
+
+
+def _rows(q: Tensor, keys: int) -> int:
+    """Queries in a block. On a GPU a part of it has 64 MiB in bf16; 16 MiB where the text is long, and memory counts.
+
+    A small model thus has one block, and the host, which needs 60 µs and more for a call, keeps up with the device.
+    """
+    if q.device.type == "cpu":
+        return ROWS_ON_CPU
+    elements = 2**25 if keys <= 65536 else 2**23
+    return max(1024, elements // (q.shape[1] * q.shape[3]))
+
+
+def _gathered(q: Tensor, v: Tensor, sinks: Tensor | None, done: Done) -> tuple[Tensor, Tensor]:
+    """The results of all spans in one tensor; rows of no span are zeros."""
+    if len(done) == 1 and done[0][2].shape[:3] == q.shape[:3]:
+        return done[0][2], done[0][3]
+    out = q.new_zeros(*q.shape[:3], v.shape[3])
+    lse = torch.full(q.shape[:3], -torch.inf, dtype=done[0][3].dtype, device=q.device)
+    if sinks is not None:
+        lse = sinks.detach().to(lse.dtype)[None, :, None].expand_as(lse).clone()
+    for batch, span, o, s in done:
+        out[batch, :, span.query] = o
+        lse[batch, :, span.query] = s
+    return out, lse
+
+
+def tiled(x: Problem, rows: int = 256) -> tuple[Tensor, Tensor]:
+    """The reference a tile of queries at a time: memory linear in length, gradients recomputed."""
+    outs, lses = [], []
+    queries, keys = x.positions()
+    for a in range(0, x.q.shape[2], rows):
+        tile = slice(a, a + rows)
+        mask = None if x.query_mask is None else x.query_mask[:, tile]
+
+        def part(
+            q: Tensor, k: Tensor, v: Tensor, tile: slice = tile, mask: Tensor | None = mask
+        ) -> tuple[Tensor, Tensor]:
+            here = replace(x, queries=queries[:, tile], keys=keys, query_mask=mask, query_placed=None, key_placed=None)
+            return reference.attend(replace(here, q=q, k=k, v=v))
+
+        out, lse = checkpoint(part, x.q[:, :, tile], x.k, x.v, use_reentrant=False)
+        outs.append(out)
+        lses.append(lse)
+    return torch.cat(outs, 2), torch.cat(lses, 2)
+
+
+class WithGradient(torch.autograd.Function):
+    """The log-sum-exp as it is, with the gradient that library calls leave out: recomputed, where it is asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, lse: Tensor, q: Tensor, k: Tensor, sinks: Tensor | None, x: Problem) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, sinks)
+        ctx.problem = x
+        return lse.detach().clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        if gradient is None:
+            return (None,) * 5
+        given = [y if y is None else y.detach().requires_grad_() for y in ctx.saved_tensors]
+        with torch.enable_grad():
+            q, k, sinks = given
+            assert q is not None
+            assert k is not None
+            _, lse = tiled(replace(ctx.problem, q=q, k=k, v=torch.zeros_like(k), sinks=sinks))
+            leaves = [y for y in given if y is not None]
+            # A row that sees nothing is -inf whatever the vectors.
+            found = iter(torch.autograd.grad(lse, leaves, gradient.masked_fill(lse == -torch.inf, 0.0)))
+        return None, *(None if y is None else next(found) for y in given), None

@@ -1,0 +1,75 @@
+"""Which implementation runs a problem, and why."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from rpe3d.attention import blocked, decode, prefill, reference
+from rpe3d.attention.problem import Prepared, Problem
+from rpe3d.config import ConfigError, choice
+
+IMPLS = ("auto", "reference", "blocked", "decode", "prefill")
+NARROW = 64
+FLOPS_PER_CALL = {True: 3e11, False: 5e10}
+"""What the prefill kernel may compute for every library call that it saves, in heads of at most NARROW dimensions and
+in wider ones: each call takes 60 µs of the host's time and, at a new length, the making of a plan; but the library
+computes faster. On an H200 the kernel is as fast as all calls together up to 64k tokens of 9 heads of dimension 64; at
+dimension 128 it has 440 of cuDNN's 600 TFLOP/s (docs/log.md)."""
+
+
+class Choice(NamedTuple):
+    """An implementation, the reason for it, and the problem prepared by it."""
+
+    impl: str
+    reason: str
+    prepared: Prepared
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def choose(problem: Problem, impl: str = "auto", backend: str | None = None) -> Choice:
+    """Return the implementation asked for, or the best for a problem, with the problem prepared by it."""
+    if choice("impl", impl, IMPLS) == "auto":
+        return _best(problem, backend)
+    if impl == "blocked":
+        return Choice(impl, "asked for", blocked.prepare(problem, backend))
+    made = {"reference": reference, "decode": decode, "prefill": prefill}[impl]
+    what = {"decode": "a decoding step", "prefill": "the prefill kernel"}.get(impl, impl)
+    if reason := made.refusal(problem):
+        raise ConfigError(f"{what} cannot run this: {reason}", 'use impl="auto"')
+    return Choice(impl, "asked for", made.prepare(problem))
+
+
+def _best(x: Problem, backend: str | None) -> Choice:
+    if x.q.shape[2] <= decode.MOST_QUERIES and x.q.shape[2] < x.k.shape[2]:
+        if reason := decode.refusal(x):
+            return Choice("reference", f"few queries, but no decoding step: {reason}", reference.prepare(x))
+        step = decode.prepare(x)
+        return Choice("decode", step.reason, step)
+    if x.q.dtype == torch.float64 and x.q.is_cuda:
+        return Choice("reference", "no library attention takes float64 on CUDA", reference.prepare(x))
+    calls = blocked.Calls(x, backend)
+    library = f"{calls.name} attention calls, merged"
+    if not x.q.is_cuda or backend is not None:
+        return Choice("blocked", library, calls)
+    return prompt(x, calls, library)
+
+
+def prompt(x: Problem, calls: blocked.Calls, library: str) -> Choice:
+    """Return what a GPU runs a prompt with: `library` calls or the prefill kernel."""
+    if reason := prefill.refusal(x):
+        return Choice("blocked", f"{library} (the prefill kernel: {reason})", calls)
+    number, flops = calls.work()
+    d = x.q.shape[3]
+    if number == 0:
+        return Choice("prefill", "one kernel: no library call fits", prefill.prepare(x))
+    if number == 1 or x.q.dtype == torch.float32 or flops * d > FLOPS_PER_CALL[d <= NARROW] * number:
+        return Choice("blocked", library, calls)
+    return Choice("prefill", f"one kernel instead of {number} library calls", prefill.prepare(x))
+
+
+def explain(problem: Problem) -> tuple[str, str]:
+    """Return what impl="auto" takes, and why."""
+    chosen: Choice = choose(problem)
+    return chosen.impl, chosen.reason

@@ -1,0 +1,82 @@
+"""Computes attention of a few queries against a long cache, the decoding step; forward only.
+
+Chosen for at most MOST_QUERIES queries and more keys. Equals `reference`.
+
+The cache holds keys turned by stock RoPE. Where a law turns all keys of a chunk by one angle, the query is turned back
+by it instead, once per chunk, and the cache is read once, as it is. `kernel` does it on a GPU, in one launch, over a
+cache or over its pages; `plain` in plain PyTorch, wherever the kernel cannot. Triton is imported with the kernel.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rpe3d.attention.lowering import plan
+from rpe3d.attention.problem import Problem
+
+MOST_QUERIES = 16
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_HAS_TRITON = find_spec("triton") is not None
+
+
+class Step(Protocol):
+    """A prepared step, which says how it runs."""
+
+    reason: str
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]: ...
+
+
+def refusal(problem: Problem) -> str | None:
+    """Say why no decoding step can run a problem; None if one can."""
+    if problem.q.shape[2] > MOST_QUERIES:
+        return f"{problem.q.shape[2]} queries are more than {MOST_QUERIES}"
+    if not problem.rotated:
+        return "its keys must have been rotated by stock RoPE"
+    if problem.needs_gradient:
+        return "it has no gradient"
+    if kernel_lacks(problem) is None:
+        return None
+    return "its key positions are not consecutive" if None in problem.key_runs else None
+
+
+def kernel_lacks(problem: Problem) -> str | None:
+    """Say why the kernel does not run a problem here; None if it does."""
+    if not _HAS_TRITON:
+        return "Triton is not installed"
+    return kernel_refusal(problem) if problem.q.is_cuda else f"it runs on a GPU, not on {problem.q.device}"
+
+
+def kernel_refusal(problem: Problem) -> str | None:
+    """Say what about a problem is not made for the kernel, whatever the machine."""
+    d, e = problem.q.shape[3], problem.v.shape[3]
+    if problem.q.dtype not in _DTYPES:
+        return f"it computes in float32, not in {str(problem.q.dtype).removeprefix('torch.')}"
+    if d % 16 or d > 256 or e != d:
+        return f"head dimensions are {d} and {e}, not one multiple of 16 up to 256"
+    if any(y.stride(3) != 1 for y in (problem.q, problem.k, problem.v)):
+        return "q, k and v must be contiguous in their last dimension"
+    if reason := plan(problem.law).refusal:
+        return reason
+    if isinstance(problem.keys, Tensor) and problem.key_starts is None:
+        return "its key positions are not consecutive"
+    return None
+
+
+def prepare(problem: Problem) -> Step:
+    """Return the step for a problem that nothing refuses, for the vectors of any layer like it.
+
+    The kernel waits for nothing and reads nothing from the device, so that a step can be captured in a CUDA graph: how
+    much of a preallocated cache is in use, it finds out itself. Capture after one call, which makes the law's table.
+    """
+    if lack := kernel_lacks(problem):
+        from rpe3d.attention.decode import plain
+
+        return plain.Step(problem, f"few queries: plain PyTorch (the kernel: {lack})")
+    from rpe3d.attention.decode import kernel
+
+    return kernel.Step(problem)

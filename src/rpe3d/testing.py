@@ -1,0 +1,144 @@
+"""For tests of attention: small laws, random problems, and the rule by which an implementation is judged.
+
+The rule: an error of at most twice what one would get without a kernel (plus rounding), against the specification in
+float64, for every row; rows that see nothing are exact. No tolerance is chosen by hand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rpe3d.attention import reference
+from rpe3d.attention.problem import Problem, check
+from rpe3d.geometry import Law, make_law
+from rpe3d.rotation import cos_sin, rotate
+
+SMALL: dict[str, dict[str, Any]] = {
+    "3d-rpe": {"chunk": 16, "window": 32, "reach": 64, "focus": 1.5, "fade": 0.75, "sinks": 3},
+    "3d-rpe-definition": {"chunk": 50},
+    "3d-rpe-dual-chunk": {"chunk": 20, "window": 48, "phi_base": 1.5},
+    "dca": {"chunk": 20, "window": 48},
+    "self-extend": {"window": 40, "group": 16},
+    "rerope": {"window": 33},
+    "leaky-rerope": {"window": 9},
+    "streaming-llm": {"window": 37, "sinks": 4},
+    "string": {"shift": 50, "local": 5},
+    "dpe": {"window": 12, "scales": (3, 16, 1, 40)},
+}
+"""Parameters with which some 150 tokens hold every region of a law, with borders inside tiles."""
+
+
+def small_law(name: str, **changes: Any) -> Law:
+    """Return a law for a model of 64 positions, extended to 256."""
+    given = {"pretrained": 64, "context": 256, "head_dim": 64} | SMALL.get(name, {}) | changes
+    return make_law(name, **given)
+
+
+def random_problem(
+    law: Law,
+    device: torch.device | str = "cpu",
+    *,
+    b: int = 1,
+    h: int = 6,
+    g: int = 2,
+    t: int = 1,
+    s: int = 151,
+    e: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> Problem:
+    """Return random q, k, v, rotated, in memory as Hugging Face makes them; the queries come last unless given."""
+    d = law.rotary.head_dim
+    q = torch.randn(b, t, h, d, device=device).to(dtype).transpose(1, 2)
+    k, v = (torch.randn(b, g, s, width, device=device).to(dtype) for width in (d, e or d))
+    given: dict[str, Any] = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in options.items()}
+    keys = given.setdefault("key_positions", range(s))
+    if isinstance(keys, range):
+        given.setdefault("query_positions", range(keys.stop - t, keys.stop))
+    return check(q, k, v, law, rotated=True, **given)
+
+
+def in_float64(x: Problem) -> Problem:
+    """Return a problem in float64; what is not a number, as in slots that nobody filled, is 0."""
+    return replace(x, q=x.q.double(), k=x.k.double().nan_to_num(), v=x.v.double().nan_to_num())
+
+
+def eager(x: Problem) -> tuple[Tensor, Tensor]:
+    """Return what one would write without a kernel, in the type of q: rotate, attend as Hugging Face does eagerly."""
+    group = x.q.shape[1] // x.k.shape[1]
+    k, v = (y.nan_to_num().repeat_interleave(group, 1) for y in (x.k, x.v))
+    query, key = x.positions()
+    pairs = torch.broadcast_tensors(query[:, :, None], key[:, None, :])
+    scores = torch.zeros(*x.q.shape[:3], k.shape[2], dtype=x.q.dtype, device=x.q.device)
+    for region in x.law.regions:
+        turned = []
+        for y, turn, p in ((x.q, region.query, query), (k, region.key, key)):
+            table = cos_sin(x.angles(turn, p, x.frequencies))
+            turned.append(rotate(y, None, *table, interleaved=x.law.rotary.interleaved, impl="reference")[0])
+        here = turned[0] @ turned[1].transpose(-1, -2) * x.scale
+        scores = torch.where(region.contains(*pairs)[:, None], here, scores)
+    if x.softcap is not None:
+        scores = x.softcap * torch.tanh(scores / x.softcap)
+    seen = reference.visible(x)
+    for region in x.law.regions:
+        if region.fade is not None:
+            far = (region.contains(*pairs) & seen)[:, None]
+            sharpness, loss = (
+                y.float()[:, None, :, None] for y in (region.fade.sharpness(query), region.fade.loss(query))
+            )
+            sharp = (scores * sharpness).masked_fill(~far, torch.finfo(scores.dtype).min)
+            weight = sharp.logsumexp(-1, keepdim=True) / sharpness - loss
+            scores = torch.where(far, sharp.log_softmax(-1) + weight, scores).to(x.q.dtype)
+    scores = scores.masked_fill(~seen[:, None], torch.finfo(scores.dtype).min)
+    if x.sinks is not None:
+        sink = x.sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sink], -1)
+    weights = scores.softmax(-1, dtype=torch.float32).to(scores.dtype)
+    return weights[..., : v.shape[2]] @ v, scores.float().logsumexp(-1)
+
+
+def assert_as_good(x: Problem, out: Tensor, lse: Tensor) -> None:
+    """Assert that an implementation is as good as the eager path.
+
+    Rounding is two units in the last place of the largest result, one for each product. Triton's interpreter does not
+    round to bf16 but cuts off, which shifts all scores one way: there the log-sum-exp is held to the precision of q.
+    """
+    assert out.shape == (*x.q.shape[:3], x.v.shape[3])
+    assert out.dtype == x.q.dtype
+    assert lse.dtype == torch.promote_types(x.q.dtype, torch.float32)
+    truths = reference.attend(in_float64(x))
+    sees = truths[1] > -torch.inf
+    assert (out[~sees] == 0).all()
+    assert (lse[~sees] == -torch.inf).all()
+    for ours, truth, plain in zip((out, lse), truths, eager(x), strict=True):
+        truth = truth[sees]
+        error, eager_error = ((y[sees].double() - truth).abs().max() for y in (ours, plain))
+        cut = x.q.dtype == torch.bfloat16 and not x.q.is_cuda
+        rounding = 2 * torch.finfo(x.q.dtype if cut else ours.dtype).eps * truth.abs().max()
+        assert error <= 2 * (eager_error + rounding), f"{error:.3g} > 2 ({eager_error:.3g} + {rounding:.3g})"
+
+
+def gradients(x: Problem, solve: Any, weight: Tensor) -> tuple[Tensor, ...]:
+    """Return the gradients of Σ out · weight with respect to q, k and v, for a function of the three."""
+    leaves = [y.detach().clone().requires_grad_() for y in (x.q, x.k, x.v)]
+    out = solve(*leaves)[0]
+    return torch.autograd.grad((out * weight.to(out.dtype)).sum(), leaves)
+
+
+def assert_gradients_as_good(x: Problem, solve: Any) -> None:
+    """Assert that an implementation's gradients are as good as those of the eager path."""
+    weight = torch.randn(*x.q.shape[:3], x.v.shape[3], dtype=torch.float64, device=x.q.device)
+
+    def specification(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return reference.attend(replace(x, q=q, k=k, v=v))
+
+    truths = gradients(in_float64(x), specification, weight)
+    plain = gradients(x, lambda q, k, v: eager(replace(x, q=q, k=k, v=v)), weight)
+    for name, ours, truth, usual in zip("qkv", gradients(x, solve, weight), truths, plain, strict=True):
+        error, eager_error = ((y.double() - truth).abs().max() for y in (ours, usual))
+        rounding = 2 * torch.finfo(ours.dtype).eps * truth.abs().max()
+        assert error <= 2 * (eager_error + rounding), f"d{name}: {error:.3g} > 2 ({eager_error:.3g} + {rounding:.3g})"

@@ -1,0 +1,171 @@
+"""What only a GPU can show: the libraries' calls, captured graphs, whole models. `make test-gpu` runs it, and more."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+
+import rpe3d
+from rpe3d.attention import attention, explain, reference
+from rpe3d.attention.blocked.backends import BACKENDS
+from rpe3d.testing import assert_as_good, assert_gradients_as_good, in_float64, random_problem, small_law
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+LIBRARIES = ("cudnn", "flash", "efficient")
+LAWS = ("rope", "3d-rpe", "dca", "self-extend", "streaming-llm", "string", "dpe")
+DTYPES = {"cudnn": (torch.bfloat16, torch.float16), "flash": (torch.bfloat16, torch.float16)}
+DTYPES |= {"efficient": (torch.bfloat16, torch.float32)}
+
+
+def prompt(name, dtype, *, t=300, s=None, **options):
+    return random_problem(small_law(name, context=1024), "cuda", t=t, s=s or t, dtype=dtype, **options)
+
+
+def blocked(x, backend):
+    places = {"query_positions": x.queries, "key_positions": x.keys}
+    return lambda q, k, v: attention(q, k, v, x.law, rotated=True, impl="blocked", backend=backend, **places)
+
+
+def lying(x, order):
+    """x with its dimensions in another order in memory."""
+    inverse = sorted(range(4), key=order.__getitem__)
+    return x.permute(order).contiguous().permute(inverse)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_backward_takes_no_plan_of_an_output_that_lies_otherwise(library):
+    """PyTorch keeps cuDNN's plans by the layout of q, k and v alone: gradients were once forty times their size."""
+    q, k, v, do = (torch.randn(2, 6, 256, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    backend = BACKENDS[library]
+    leaves = [y.double().requires_grad_() for y in (q, k, v)]
+    weights = (leaves[0] @ leaves[1].mT * 0.125).masked_fill(
+        torch.ones(256, 256, device="cuda").triu(1) > 0, -torch.inf
+    )
+    truths = torch.autograd.grad(((weights.softmax(-1) @ leaves[2]) * do.double()).sum(), leaves)
+    out, lse = backend.forward(q, k, v, True, 0.125)
+    for order in ((0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3), (0, 1, 2, 3)):
+        found = backend.backward(lying(do, order), q, k, v, lying(out, order), lse, True, 0.125)
+        for ours, truth in zip(found, truths, strict=True):
+            assert (ours.double() - truth).norm() <= 0.02 * truth.norm()
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("name", LAWS)
+def test_library_calls_are_as_good_as_eager_forward_and_backward(name, library):
+    for dtype in DTYPES[library]:
+        for t in (300, 257):
+            x = prompt(name, dtype, t=t)
+            solve = blocked(x, library)
+            assert_as_good(x, *solve(x.q, x.k, x.v))
+            assert_gradients_as_good(x, solve)
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_prompts_by_whatever_is_chosen(name):
+    """Short ones by one library call, longer ones by the kernel or by many calls; after a cache; in a padded batch."""
+    for t, s in ((40, 40), (300, 300), (100, 400), (17, 350)):
+        x = prompt(name, torch.bfloat16, t=t, s=s, b=2)
+        places = {"query_positions": x.queries, "key_positions": x.keys}
+        assert_as_good(x, *attention(x.q, x.k, x.v, x.law, rotated=True, **places))
+
+
+def test_float64_is_exact_by_every_way():
+    x = in_float64(prompt("3d-rpe", torch.float32))
+    truth = reference.attend(x)
+    for impl in ("auto", "blocked"):
+        for ours, exact in zip(attention(x.q, x.k, x.v, x.law, rotated=True, impl=impl), truth, strict=True):
+            torch.testing.assert_close(ours, exact, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("t", [1, 4])
+def test_a_captured_step_is_replayed_on_new_vectors(t):
+    x = random_problem(small_law("3d-rpe", context=1024), "cuda", b=2, t=t, s=400, dtype=torch.bfloat16)
+    places = {"query_positions": x.queries, "key_positions": x.keys}
+    assert explain(x)[0] == "decode"
+
+    def step():
+        return attention(x.q, x.k, x.v, x.law, rotated=True, **places)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = step()
+    for _ in range(3):
+        for y in (x.q, x.k, x.v):
+            y.normal_()
+        graph.replay()
+        assert_as_good(x, out, lse)
+
+
+def test_plain_tensors_cannot_be_looked_at_while_a_graph_is_captured():
+    x = random_problem(small_law("3d-rpe", context=1024), "cuda", s=400, dtype=torch.bfloat16)
+    keys = torch.arange(400, device="cuda")
+    step = lambda: attention(x.q, x.k, x.v, x.law, rotated=True, query_positions=keys[-1:], key_positions=keys)  # noqa: E731
+    step()
+    with (
+        pytest.raises(rpe3d.ConfigError, match="cannot look at while it is captured"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        step()
+
+
+@pytest.fixture
+def models():
+    """A tiny Llama on the CPU and on the GPU, under the same law."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=97, hidden_size=128, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.3, pad_token_id=0, bos_token_id=1,
+        eos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    one = LlamaForCausalLM(config).eval()
+    other = copy.deepcopy(one).cuda()
+    return [rpe3d.extend(model, context=512, chunk=16, window=32, reach=64) for model in (one, other)]
+
+
+def test_a_model_generates_on_the_gpu_what_it_generates_on_the_cpu(models):
+    """Greedy, float32: dynamic and static caches, a left-padded batch, and padding between two turns."""
+    ids = torch.randint(3, 97, (2, 200), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1, :50] = 0
+    given = {"max_new_tokens": 8, "do_sample": False}
+    for more in ({}, {"cache_implementation": "static"}):
+        made = [m.generate(ids.to(m.device), attention_mask=mask.to(m.device), **given, **more).cpu() for m in models]
+        assert torch.equal(*made)
+    mask[1, 90:110] = 0
+    places = (mask.cumsum(1) - 1).clamp(min=0)
+    logits = []
+    for m in models:
+        there = [y.to(m.device) for y in (ids, mask, places)]
+        with torch.no_grad():
+            first = m(there[0][:, :199], attention_mask=there[1][:, :199], position_ids=there[2][:, :199])
+            rest = {"attention_mask": there[1], "position_ids": there[2][:, 199:]}
+            logits.append(m(there[0][:, 199:], past_key_values=first.past_key_values, **rest).logits.cpu())
+    torch.testing.assert_close(*logits, rtol=0, atol=1e-3 * float(logits[0].abs().max()))
+
+
+def test_a_training_step_has_the_gradients_of_the_cpu(models):
+    ids = torch.randint(3, 97, (2, 200), generator=torch.Generator().manual_seed(1))
+    found = []
+    for m in models:
+        m(ids.to(m.device), labels=ids.to(m.device), use_cache=False).loss.backward()
+        found.append({name: p.grad.cpu() for name, p in m.named_parameters()})
+    for name, ours in found[1].items():
+        truth = found[0][name]
+        assert (ours - truth).norm() <= 2e-3 * truth.norm() + 1e-7, name
+
+
+def test_a_problem_without_its_vectors_holds_none():
+    x = prompt("3d-rpe", torch.bfloat16, t=2048)
+    before = torch.cuda.memory_allocated()
+    hollow = x.hollow()
+    x = replace(x, q=hollow.q, k=hollow.k, v=hollow.v)
+    assert torch.cuda.memory_allocated() < before
