@@ -68,23 +68,12 @@ class Problem:
     @cached_property
     def frequencies(self) -> Float64[Tensor, " l"]:
         """θ_l in force, on the device of q: a copy to it would wait for everything that the device still has to do."""
-        length = None
+        device = self.q.device
         if self.law.grows:
             length = self.keys[-1] + 1 if isinstance(self.keys, range) else int(self.keys.max()) + 1
-        device = self.q.device
-        made: Tensor = self.law.kept(("frequencies", length, device), lambda: self.law.frequencies(length).to(device))
+            return self.law.frequencies(length).to(device)
+        made: Tensor = self.law.kept(("frequencies", device), lambda: self.law.frequencies().to(device))
         return made
-
-    @property
-    def needs_gradient(self) -> bool:
-        """Whether a gradient is asked for."""
-        vectors = (self.q, self.k, self.v, self.sinks)
-        return torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in vectors)
-
-    def hollow(self) -> Problem:
-        """Return the problem without its vectors: shapes, types and devices stay, memory does not."""
-        q, k, v = (y.detach().new_empty(1).expand(y.shape) for y in (self.q, self.k, self.v))
-        return replace(self, q=q, k=k, v=v, sinks=None)
 
     @property
     def scaling(self) -> float:

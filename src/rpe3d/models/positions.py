@@ -10,7 +10,7 @@ Positions that count in neither way, or that can be read in both, are refused.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -71,8 +71,8 @@ class Layout:
     """Position after the last token; None in a graph."""
     sound: Tensor | None = None
     """In a graph, which cannot refuse: whether the keys stand where `keys` says. Where False, the output is NaN."""
-    shared: Shared = field(default_factory=Shared)
-    """Attention of the layers of this forward."""
+    shared: Shared | None = None
+    """Attention of the layers of this forward; None in a graph."""
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -316,7 +316,7 @@ def _arranged(b: int, coding: Tensor, positions: Tensor, rows: list[Row]) -> Lay
     used = row.offset + t
     if all(x == row for x in rows) and row.queries == t and row.tokens == used:
         every = range(row.start, row.start + used)
-        return Layout(every[row.offset :], every, None, None, used, end=every.stop)
+        return Layout(every[row.offset :], every, None, None, used, end=every.stop, shared=Shared())
     closed = [x.closed_up for x in rows]
     tokens = (coding % HERE == TOKEN)[:, :used].to(device).expand(b, used)
     here = tokens[:, row.offset :]
@@ -340,6 +340,7 @@ def _arranged(b: int, coding: Tensor, positions: Tensor, rows: list[Row]) -> Lay
         query_slots,
         key_slots,
         end=max((run[1].stop for row in rows if (run := row.key_run()) is not None), default=None),
+        shared=Shared(),
     )
 
 

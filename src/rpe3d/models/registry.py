@@ -136,7 +136,7 @@ def attend(
     if where.end is not None:
         tell_of_length(law, where.end)
     query, key, value = where.gathered(query, key, value)
-    solve = attention if torch.compiler.is_compiling() else where.shared
+    solve = where.shared or attention
     given = {**where.arguments, "scale": scaling, "softcap": softcap, "sinks": s_aux, "rotated": True}
     out, _ = solve(query, key, value, law, **given)
     return where.returned(out, queries).transpose(1, 2).contiguous(), None
