@@ -76,6 +76,17 @@ class Problem:
         return made
 
     @property
+    def needs_gradient(self) -> bool:
+        """Whether a gradient is asked for."""
+        vectors = (self.q, self.k, self.v, self.sinks)
+        return torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in vectors)
+
+    def hollow(self) -> Problem:
+        """Return the problem without its vectors: shapes, types and devices stay, memory does not."""
+        q, k, v = (y.detach().new_empty(1).expand(y.shape) for y in (self.q, self.k, self.v))
+        return replace(self, q=q, k=k, v=v, sinks=None)
+
+    @property
     def scaling(self) -> float:
         """What cos and sin are multiplied by: nothing where q and k are rotated already."""
         return 1.0 if self.rotated else self.law.attention_scaling
