@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import csv
 import io
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +18,7 @@ from rpe3d.drawing.axes import short
 from rpe3d.drawing.palette import COLOURS, Style, styles, variable
 from rpe3d.evaluate.findings import findings, number
 from rpe3d.evaluate.plots import Plot, plots, png, svg
+from rpe3d.files import refusing, write_all
 
 Results = Mapping[str, Any]
 Row = Mapping[str, Any]
@@ -66,30 +65,11 @@ def write_report(results: Results, folder: Path) -> list[Path]:
             "these are not results of `rpe3d compare`, schema 1", "give the JSON that `rpe3d compare --json` writes"
         )
     drawn = plots(results)
-    files = {f"{plot.name}.png": png(plot) for plot in drawn}
-    files["table.csv"] = _csv(results).encode()
-    files["report.html"] = _page(results, drawn).encode()
-    return _write(files, folder)
-
-
-def _write(files: Mapping[str, bytes], folder: Path) -> list[Path]:
-    """All contents reach the disk before the first file takes its name."""
-    waiting = {folder / name: folder / f".{os.getpid()}-{name}" for name in files}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for path, unfinished in waiting.items():
-            unfinished.write_bytes(files[path.name])
-        for path, unfinished in waiting.items():
-            os.replace(unfinished, path)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write the report to {folder}: {error.strerror}", "give a folder that can be written to"
-        ) from None
-    finally:
-        for unfinished in waiting.values():
-            with suppress(OSError):
-                unfinished.unlink()
-    return list(waiting)
+    contents = {f"{plot.name}.png": png(plot) for plot in drawn}
+    contents["table.csv"] = _csv(results).encode()
+    contents["report.html"] = _page(results, drawn).encode()
+    with refusing(f"cannot write the report to {folder}", "give a folder that can be written to"):
+        return write_all(contents, folder)
 
 
 def _csv(results: Results) -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rpe3d import files
 from rpe3d.config import ConfigError
 from rpe3d.evaluate.origin import check_rows, check_same, made_from
 
@@ -17,16 +18,12 @@ SCHEMA = 1
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Replace the file at once: readers see the old content or the new, and so does who comes after a kill."""
-    target = Path(os.path.realpath(path))  # a link stays a link
-    unfinished = target.with_name(f".{os.getpid()}-{target.name}")
-    try:
-        unfinished.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        os.replace(unfinished, target)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}", "give --json a place to write to") from None
-    finally:
-        with suppress(OSError):
-            unfinished.unlink()
+    with files.refusing(*_unwritable(path)):
+        files.write_json(path, content)
+
+
+def _unwritable(path: Path) -> files.Refusal:
+    return f"cannot write {path}", "give --json a place to write to"
 
 
 def _check_place(path: Path) -> None:
@@ -43,26 +40,11 @@ def _check_place(path: Path) -> None:
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """The right to write to `path`, or a refusal where another run has it."""
-    from filelock import FileLock, Timeout
-
     _check_place(path)
     target = Path(os.path.realpath(path))
-    lock_file = target.with_name(f".{target.name}.lock")
-    lock = FileLock(lock_file)
-    try:
-        lock.acquire(blocking=False)
-    except Timeout:
-        if not lock_file.exists():  # where no file can be made, it looks like one that is held
-            raise ConfigError(f"cannot write {path}", "give --json a place to write to") from None
-        raise ConfigError(f"another run is writing to {path}", "wait for it, or give --json another file") from None
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}", "give --json a place to write to") from None
-    try:
+    busy = f"another run is writing to {path}", "wait for it, or give --json another file"
+    with files.locked(target.with_name(f".{target.name}.lock"), busy=busy, unwritable=_unwritable(path)):
         yield
-    finally:
-        with suppress(OSError):
-            lock_file.unlink()
-        lock.release()
 
 
 def read(path: Path, kind: str = "compare", option: str = "--json") -> dict[str, Any] | None:

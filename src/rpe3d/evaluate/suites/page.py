@@ -2,36 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from contextlib import suppress
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from rpe3d.config import ConfigError
 from rpe3d.evaluate.suites.tables import Results, Table, rows_csv, tables
+from rpe3d.files import refusing, write_all
 
 
 def write_page(results: Results, folder: Path) -> list[Path]:
     """`report.html` and `rows.csv` in `folder`; returns their paths."""
     contents = {"rows.csv": rows_csv(results), "report.html": _page(results)}
-    written = []
-    for name, content in contents.items():
-        path, unfinished = folder / name, folder / f".{os.getpid()}-{name}"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            unfinished.write_text(content, encoding="utf-8")
-            os.replace(unfinished, path)
-        except OSError as error:
-            raise ConfigError(
-                f"cannot write the report to {folder}: {error.strerror}", "give a folder that can be written to"
-            ) from None
-        finally:
-            with suppress(OSError):
-                unfinished.unlink()
-        written.append(path)
-    return written
+    with refusing(f"cannot write the report to {folder}", "give a folder that can be written to"):
+        return write_all({name: content.encode() for name, content in contents.items()}, folder)
 
 
 def _page(results: Results) -> str:
