@@ -39,10 +39,11 @@ from rpe3d.evaluate.compare import model_facts
 from rpe3d.evaluate.plots import SHOWN, Panel, Plot, png
 from rpe3d.evaluate.ranks import ranks
 from rpe3d.evaluate.row import Bench, measure_row
-from rpe3d.evaluate.texts import Text, check_bytes, check_tokens, opening, tokenize
+from rpe3d.evaluate.texts import Text, check_bytes, check_tokens, tokenize
 from rpe3d.geometry import make_law
 from rpe3d.models import load_adapter
 from rpe3d.models.load import load
+from rpe3d.text import opening
 from stamp import COLUMNS, stamp
 
 MEASURED = ("ppl", "tail_ppl", "copy_nll", "passkey")

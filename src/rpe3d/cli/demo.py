@@ -103,8 +103,8 @@ def _fast_dtype() -> Any:
 def _passkey(loaded: Any, row: dict[str, Any]) -> dict[str, Any]:
     """A passkey near the beginning of a prompt as long as the window, as a row has it."""
     from rpe3d.evaluate import make_passkey, passkey
-    from rpe3d.evaluate.texts import opening
     from rpe3d.models import extend, restore
+    from rpe3d.text import opening
 
     trial = make_passkey(loaded.tokenizer, row["length"], DEPTH, 0, opening(loaded.tokenizer))
     if row["name"] != "rope":  # which is the model as it comes

@@ -52,8 +52,9 @@ def run(arguments: Namespace) -> int:
     seed, trials = whole("seed", arguments.seed, least=0), whole("trials", arguments.trials)
     from rpe3d.evaluate import effective
     from rpe3d.evaluate.compare import about, model_facts, versions
-    from rpe3d.evaluate.texts import opening, read_texts, tokenize
+    from rpe3d.evaluate.texts import read_texts, tokenize
     from rpe3d.geometry import make_law
+    from rpe3d.text import opening
 
     texts = read_texts(arguments.texts)
     loaded = load_model(arguments)

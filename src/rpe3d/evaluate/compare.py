@@ -28,9 +28,10 @@ from rpe3d.evaluate.ranks import ranks
 from rpe3d.evaluate.results import SCHEMA, locked, rows_of, write_json
 from rpe3d.evaluate.row import Bench, Progress, measure_row
 from rpe3d.evaluate.settings import Settings
-from rpe3d.evaluate.texts import Text, check_tokens, default_texts, opening, tokenize
+from rpe3d.evaluate.texts import Text, check_tokens, default_texts, tokenize
 from rpe3d.geometry import Law, make_law
 from rpe3d.models import extend, law_of, restore
+from rpe3d.text import opening
 
 
 def silent(what: str, done: float, total: float) -> None:

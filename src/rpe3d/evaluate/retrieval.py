@@ -13,7 +13,8 @@ from torch import Tensor
 
 from rpe3d.config import ConfigError
 from rpe3d.evaluate.likelihood import head_in_pieces, token_nll
-from rpe3d.evaluate.texts import Tokens, encode
+from rpe3d.evaluate.texts import Tokens
+from rpe3d.text import encode
 
 PASSAGE = 512
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from rpe3d.config import ConfigError
 from rpe3d.evaluate.suites import leval, longbench
 from rpe3d.evaluate.suites.predictions import Record, read_records
-from rpe3d.evaluate.texts import OPENERS, Text, read_texts
+from rpe3d.evaluate.texts import Text, read_texts
+from rpe3d.text import OPENERS
 
 SOURCES = {"longbench": longbench.SOURCE, "leval": leval.SOURCE}
 ENDINGS = ("", *OPENERS)

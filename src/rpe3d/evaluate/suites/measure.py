@@ -22,7 +22,8 @@ from rpe3d.evaluate.suites.data import Data
 from rpe3d.evaluate.suites.generate import Generator
 from rpe3d.evaluate.suites.predictions import Predictions, Record, Score
 from rpe3d.evaluate.suites.sample import Sample
-from rpe3d.evaluate.texts import Text, check_tokens, opening, tokenize
+from rpe3d.evaluate.texts import Text, check_tokens, tokenize
+from rpe3d.text import opening
 
 Advance = Callable[[float], None]
 """Called with the part of a row that is done."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gzip
 import json
-import lzma
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +11,7 @@ from typing import Any
 
 from rpe3d.config import ConfigError
 from rpe3d.evaluate.origin import START_OVER
-from rpe3d.evaluate.texts import OPENERS
+from rpe3d.text import reading
 
 Record = Mapping[str, Any]
 KINDS = {str: "a text", list: "a list", int: "a number"}
@@ -35,13 +33,8 @@ class Score:
 def read_records(path: Path) -> list[Record]:
     """The objects of a JSONL file, plain or as .xz, .gz or .bz2; blank lines count for nothing."""
     hint = "give a JSONL file: UTF-8, one object a line"
-    try:
-        with OPENERS.get(path.suffix.lower(), open)(path, "rb") as file:
-            lines = file.read().split(b"\n")
-    except (lzma.LZMAError, EOFError, gzip.BadGzipFile) as error:
-        raise ConfigError(f"{path} is not a whole {path.suffix} file ({error})", "copy it again") from None
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror or error}", hint) from None
+    with reading(path, hint) as file:
+        lines = file.read().split(b"\n")
     records = []
     for number, line in enumerate(lines, 1):
         if line.strip():
