@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rpe3d.models.tiny import CLOSE, LONG, logits, near
+from tiny import CLOSE, LONG, logits, near
 
 
 @dataclass

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from rpe3d.models import families
-from rpe3d.models.families import Row, page, survey
+import survey as families
+from survey import Row, page, survey
 
 BLOOM = "BloomConfig describes no rotary position encoding (rope_parameters)"
 

@@ -1,6 +1,6 @@
 """Which of transformers' causal-LM families `extend` serves: every one built tiny, extended and compared with itself.
 
-    python -m rpe3d.models.families --out docs/families.md
+    python tools/families/survey.py --out docs/families.md
 
 A family counts as supported when seven things hold that a user would notice if they did not: see `_check`.
 """
@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from oracle import calls
 from rpe3d.config import ConfigError
 from rpe3d.models.extend import check_savable, extend, law_of, restore
-from rpe3d.models.oracle import calls
-from rpe3d.models.tiny import CLOSE, CONTEXT, LAW, LONG, build, decoded, logits, near
+from tiny import CLOSE, CONTEXT, LAW, LONG, build, decoded, logits, near
 
 SHORT = LAW["window"] + LAW["chunk"]  # DESIGN 2.1 fact 1: up to w + c tokens 3D-RPE is RoPE
 SECONDS = 20
@@ -220,7 +220,7 @@ def page(rows: list[Row]) -> str:
         "",
         f"{len(rows)} causal-LM families of transformers {transformers.__version__}: {total}.",
         "",
-        "Made by `python -m rpe3d.models.families --out docs/families.md` on CPU: a tiny random model of every family,",
+        "Made by `python tools/families/survey.py --out docs/families.md` on CPU: a tiny random model of every family,",
         f"under `3d-rpe` (context {CONTEXT}, chunk {LAW['chunk']}, window {LAW['window']}, reach {LAW['reach']}).",
         "A family is judged by its config's defaults: mistral's has a window, which v0.1 had and later ones do not.",
         "",
@@ -243,7 +243,7 @@ def page(rows: list[Row]) -> str:
 
 def main() -> None:
     """Survey, and write the page."""
-    parser = argparse.ArgumentParser(prog="python -m rpe3d.models.families", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python tools/families/survey.py", description=__doc__)
     parser.add_argument("families", nargs="*", help="only these; all unless given")
     parser.add_argument("--out", type=Path, help="a Markdown file; stdout unless given")
     given = parser.parse_args()
