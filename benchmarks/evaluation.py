@@ -39,7 +39,7 @@ from rpe3d.evaluate.suites.generate import generator
 from rpe3d.evaluate.suites.measure import Means, predict, samples_of
 from rpe3d.evaluate.suites.predictions import Predictions, read_records
 from rpe3d.evaluate.suites.sample import Sample
-from rpe3d.evaluate.suites.under import laws_of, under
+from rpe3d.evaluate.under import laws_of, under
 from rpe3d.models.load import load
 from stamp import COLUMNS, stamp
 

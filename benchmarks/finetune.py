@@ -35,11 +35,11 @@ from rpe3d.cli.compare import progress_bar
 from rpe3d.config import ConfigError, choice, whole
 from rpe3d.drawing.axes import Paint, boldest_last, labels, line, short
 from rpe3d.drawing.palette import BLUE, BROWN, DASHED, GREEN, ORANGE, PINK, PURPLE, SKY, SOFT, Colour, Style
-from rpe3d.evaluate.compare import model_facts
 from rpe3d.evaluate.plots import SHOWN, Panel, Plot, png
 from rpe3d.evaluate.ranks import ranks
 from rpe3d.evaluate.row import Bench, measure_row
 from rpe3d.evaluate.texts import Text, check_bytes, check_tokens, tokenize
+from rpe3d.evaluate.under import model_facts
 from rpe3d.geometry import make_law
 from rpe3d.models import load_adapter
 from rpe3d.models.load import load

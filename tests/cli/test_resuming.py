@@ -176,9 +176,10 @@ class Interrupted:
 
     def __init__(self, patch, after):
         self.left = after
-        compare, evaluation = (import_module(f"rpe3d.evaluate.{n}") for n in ("compare", "suites.evaluation"))
-        places = [(compare, "measure_row"), (compare, "write_json"), (evaluation, "write_json"), (evaluation, "probe")]
-        for module, name in [*places, (import_module("rpe3d.evaluate.suites.generate"), "_answers")]:
+        places = {"compare": "measure_row", "store": "write_json"}
+        places |= {"suites.evaluation": "probe", "suites.generate": "_answers"}
+        for place, name in places.items():
+            module = import_module(f"rpe3d.evaluate.{place}")
             patch.setattr(module, name, self.counted(getattr(module, name)))
 
     def counted(self, work):

@@ -37,8 +37,9 @@ def run(arguments: Namespace) -> int:
     length, new = whole("--length", arguments.length, least=2), whole("--new", arguments.new)
     repeat = whole("--repeat", arguments.repeat)
     from rpe3d.evaluate import Entry
-    from rpe3d.evaluate.compare import about, model_facts, versions
+    from rpe3d.evaluate.origin import versions
     from rpe3d.evaluate.speed import measure_speed
+    from rpe3d.evaluate.under import about, model_facts
 
     loaded = load_model(arguments)
     facts = model_facts(loaded.model)

@@ -14,8 +14,8 @@ from rpe3d.cli.arguments import folder, laws, need, sizes
 from rpe3d.config import choice
 
 if TYPE_CHECKING:
+    from rpe3d.evaluate.grid import Progress
     from rpe3d.evaluate.paired import Difference
-    from rpe3d.evaluate.row import Progress
 
 LAWS = "rope,yarn,dca,3d-rpe"
 LENGTHS = "8k,16k,32k"
@@ -70,10 +70,10 @@ def run(arguments: Namespace) -> int:
         need("cli", "matplotlib")
     given = all_laws() if arguments.laws == "all" else laws(arguments.laws)
     from rpe3d.evaluate import Entry, Settings, compare, read_texts
-    from rpe3d.evaluate.compare import model_facts
     from rpe3d.evaluate.ranks import ranks
-    from rpe3d.evaluate.results import check
+    from rpe3d.evaluate.store import check
     from rpe3d.evaluate.texts import check_bytes
+    from rpe3d.evaluate.under import model_facts
 
     settings = Settings(
         laws=[Entry(label=law.label, law=law.name, parameters=law.parameters) for law in given],

@@ -18,7 +18,7 @@ from rpe3d.cli.arguments import folder, laws, need, size
 
 if TYPE_CHECKING:
     from rpe3d.evaluate import Settings
-    from rpe3d.evaluate.row import Progress
+    from rpe3d.evaluate.grid import Progress
 
 LAWS = "rope,yarn,dca,3d-rpe"
 ASKED = ("rope", "3d-rpe")  # for the passkey: a forward each, so not of every law
@@ -42,7 +42,7 @@ def run(arguments: Namespace) -> int:
     from rpe3d.evaluate import Entry, Settings
     from rpe3d.evaluate.findings import findings
     from rpe3d.evaluate.report import write_report
-    from rpe3d.evaluate.results import check
+    from rpe3d.evaluate.store import check
     from rpe3d.models.load import DEFAULT, load
 
     entries = [Entry(label=law.label, law=law.name, parameters=law.parameters) for law in given]
@@ -67,7 +67,7 @@ def run(arguments: Namespace) -> int:
 def _measure(loaded: Any, settings: Settings, file: Path, progress: Progress) -> dict[str, Any]:
     """The comparison, and then the passkeys that are not in the file yet."""
     from rpe3d.evaluate import compare
-    from rpe3d.evaluate.results import locked, read, write_json
+    from rpe3d.evaluate.store import locked, read, write_json
 
     kept = {row["law"]: row for row in (read(file) or {"rows": []})["rows"] if row["status"] == "ok"}
     asked = [entry.label for entry in settings.entries if entry.law in ASKED]

@@ -51,12 +51,12 @@ def run(arguments: Namespace) -> int:
     need("models", "transformers")
     from rpe3d.evaluate import Entry
     from rpe3d.evaluate.ranks import ranks
-    from rpe3d.evaluate.suites import store
+    from rpe3d.evaluate.store import check
     from rpe3d.evaluate.suites.ask import Ask, parse_tasks
     from rpe3d.evaluate.suites.chat import TEMPLATE, called, chat_of
     from rpe3d.evaluate.suites.checkpoint import own_length
     from rpe3d.evaluate.suites.evaluation import evaluate
-    from rpe3d.evaluate.suites.under import facts_of
+    from rpe3d.evaluate.under import facts_of
 
     tasks = parse_tasks(arguments.tasks.split(","))
     given = laws(arguments.law) if arguments.law else []
@@ -74,7 +74,7 @@ def run(arguments: Namespace) -> int:
         folder("--report", arguments.report)
         file = file or arguments.report / "eval.json"
     if file is not None:
-        store.check_place(file)
+        check(file, {}, "eval")
     first = ranks().first
     loaded = load_model(arguments)
     chat, note = chat_of(arguments.chat, loaded.tokenizer, called(arguments.model))

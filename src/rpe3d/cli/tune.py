@@ -51,8 +51,9 @@ def run(arguments: Namespace) -> int:
         raise ConfigError(f"{out} is there already", "give --out another name, or --overwrite")
     seed, trials = whole("seed", arguments.seed, least=0), whole("trials", arguments.trials)
     from rpe3d.evaluate import effective
-    from rpe3d.evaluate.compare import about, model_facts, versions
+    from rpe3d.evaluate.origin import versions
     from rpe3d.evaluate.texts import read_texts, tokenize
+    from rpe3d.evaluate.under import about, model_facts
     from rpe3d.geometry import make_law
     from rpe3d.text import opening
 

@@ -10,7 +10,6 @@ not measured is null or empty.
 
 from __future__ import annotations
 
-import gc
 import math
 import time
 from collections.abc import Callable
@@ -21,20 +20,19 @@ from typing import Any
 import torch
 
 from rpe3d.config import ConfigError
-from rpe3d.evaluate.memory import out_of_memory
+from rpe3d.evaluate.grid import Progress
+from rpe3d.evaluate.memory import within_memory
 from rpe3d.evaluate.perplexity import PROTOCOLS, Score, Window, batches, by_position, mean_nll, score
 from rpe3d.evaluate.ranks import Ranks
 from rpe3d.evaluate.retrieval import copy_nll, make_copy, make_passkey, passkey_found
 from rpe3d.evaluate.settings import Entry, Settings
 from rpe3d.evaluate.texts import Tokens
+from rpe3d.evaluate.under import own_parameters, under
 from rpe3d.geometry import Law
-from rpe3d.models import extend, law_of, restore
 
 OUT_OF_MEMORY = "out of memory"
 NOT_FINITE = "skipped: the model's likelihoods are not finite numbers"
 
-Progress = Callable[[str, float, float], None]
-"""Called with what is being measured, and the work done and in all, in units of time as far as they can be foreseen."""
 Found = dict[str, list[Any]]
 """Numbered results by kind, as one process has them."""
 
@@ -83,9 +81,9 @@ def measure_row(bench: Bench, entry: Entry, length: int, law: Law | ConfigError)
     if isinstance(law, ConfigError):
         bench.advance(end - bench.done)
         return row | {"status": f"skipped: {law}"}
-    row |= {"context": law.context, "parameters": {name: getattr(law, name) for name in law.parameters()}}
+    row |= {"context": law.context, "parameters": own_parameters(law)}
     began = time.perf_counter()
-    everyone = bench.ranks.gather(_within_memory(bench, law, length))
+    everyone = bench.ranks.gather(within_memory(lambda: _found(bench, law, length)))
     bench.advance(end - bench.done)
     row["seconds"] = round(time.perf_counter() - began, 3)
     parts = [part for part in everyone if part is not None]
@@ -95,26 +93,14 @@ def measure_row(bench: Bench, entry: Entry, length: int, law: Law | ConfigError)
     return row | _summary(merged, length, bench.settings.protocol)
 
 
-def _within_memory(bench: Bench, law: Law, length: int) -> Found | None:
-    """This process's share of the row under the law; None where memory ran out. The model is stock afterwards."""
-    try:
-        if law.name != "rope":
-            parameters = {name: getattr(law, name) for name in law.parameters()}
-            extend(bench.model, law.name, context=law.context, **parameters)
+def _found(bench: Bench, law: Law, length: int) -> Found:
+    """Measure this process's share of the row under the law."""
+    with under(bench.model, law):
         bench.advance()
         found: Found = {"windows": [], "seconds_per_token": [], "copies": [], "passkeys": []}
         for measure in bench.settings.measures:
             found |= MEASURERS[measure](bench, length)
         return found
-    except Exception as error:
-        if not out_of_memory(error):
-            raise  # else the traceback holds tensors until here
-    finally:
-        if law_of(bench.model) is not None:
-            restore(bench.model)
-    gc.collect()
-    torch.cuda.empty_cache()
-    return None
 
 
 def _windows(bench: Bench, length: int) -> Found:

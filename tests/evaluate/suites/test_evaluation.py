@@ -12,11 +12,12 @@ import torch
 import rpe3d
 from rpe3d.config import ConfigError
 from rpe3d.evaluate import Entry, Text, perplexity, tokenize
-from rpe3d.evaluate.suites import longbench, store
+from rpe3d.evaluate.suites import longbench
 from rpe3d.evaluate.suites.ask import Ask, parse_tasks
 from rpe3d.evaluate.suites.chat import Chat
 from rpe3d.evaluate.suites.data import Data
 from rpe3d.evaluate.suites.evaluation import evaluate
+from rpe3d.evaluate.suites.predictions import predictions_file
 
 HOTPOT, SAMSUM, GSM = ("longbench", "hotpotqa"), ("longbench", "samsum"), ("leval", "gsm100")
 ANSWERS = ["Paris", "Rome", "Oslo", "Bern", "Riga"]
@@ -167,7 +168,7 @@ def test_no_two_rows_share_a_predictions_file():
         (law, "ppl", task) for law in ("my law", "my_law", "my/law", "my%20law") for task in ("", "ppl", "a b", "a_b")
     ]
     names = [Path("r.json"), Path("r"), Path("r.txt")]
-    found = [store.predictions_file(name, (law, 256, suite, task)) for name in names for law, suite, task in rows]
+    found = [predictions_file(name, (law, 256, suite, task)) for name in names for law, suite, task in rows]
     assert len(set(found)) == len(found)
 
 

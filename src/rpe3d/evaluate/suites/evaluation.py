@@ -14,38 +14,31 @@ Files without fingerprints, of rpe3d before them, can be read but are not resume
 
 from __future__ import annotations
 
-import gc
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from rpe3d.config import ConfigError
-from rpe3d.evaluate.compare import silent, versions
-from rpe3d.evaluate.memory import out_of_memory
-from rpe3d.evaluate.origin import fingerprint, generation
+from rpe3d.evaluate.grid import Progress, fill, silent
+from rpe3d.evaluate.memory import within_memory
+from rpe3d.evaluate.origin import fingerprint, generation, made_from, versions
 from rpe3d.evaluate.ranks import ranks
-from rpe3d.evaluate.results import SCHEMA, locked, read, write_json
-from rpe3d.evaluate.row import OUT_OF_MEMORY, Progress
-from rpe3d.evaluate.suites import store
+from rpe3d.evaluate.row import OUT_OF_MEMORY
+from rpe3d.evaluate.store import SCHEMA, Key, Row, Store
 from rpe3d.evaluate.suites.ask import PROBES, Ask, Task, title
 from rpe3d.evaluate.suites.chat import TEMPLATE, Chat
 from rpe3d.evaluate.suites.data import Data
 from rpe3d.evaluate.suites.generate import Generator, generator
 from rpe3d.evaluate.suites.measure import Advance, Means, predict, probe
-from rpe3d.evaluate.suites.predictions import Predictions, Score
-from rpe3d.evaluate.suites.under import Place, about, laws_of, own_parameters, under
+from rpe3d.evaluate.suites.predictions import Predictions, Score, predictions_file, remove_predictions
 from rpe3d.evaluate.texts import Text
+from rpe3d.evaluate.under import Place, about_as_it_is, laws_of, own_parameters, under
 from rpe3d.geometry import Law
-
-Row = dict[str, Any]
 
 
 def evaluate(
@@ -74,7 +67,7 @@ def evaluate(
         "schema": SCHEMA,
         "kind": "eval",
         "command": command or shlex.join(sys.argv),
-        "model": about(model, name or model.config.name_or_path) | {"fingerprint": known},
+        "model": about_as_it_is(model, name or model.config.name_or_path) | {"fingerprint": known},
         "versions": versions() | {package: _version(package) for package in ("wonderwords", "jieba")},
         "settings": {**ask.to_dict(chat.form), "engine": _engine(generate)},
         "data": origins(data, texts),
@@ -88,50 +81,59 @@ def evaluate(
     here = ranks()
     generate = generate or generator(model, chat)
     means = Means(model=model, chat=chat, generate=generate, ask=ask, data=data, texts=texts, ranks=here)
-    writes = file if here.first else None
-    keys = [(*place, *task) for place in laws for task in ask.tasks]
-    with ExitStack() as held:
-        before = here.together(partial(_earlier, held, writes, content, keys, overwrite))[0]
-        for part in ("data", "laws"):
-            content[part] = (before or content)[part] | content[part]
-        rows: dict[store.Key, Row] = {store.key_of(row): row for row in (before or content)["rows"]}
-        order = list(dict.fromkeys([*rows, *keys]))
+    store = Store(
+        file=file if here.first else None,
+        content=content,
+        parts=("law", "length", "suite", "task"),
+        keys=[(*place, *task) for place in laws for task in ask.tasks],
+        origin=origin,
+        collects=True,
+    )
 
-        def write() -> None:
-            content["rows"] = [rows[key] for key in order if key in rows]
-            if writes is not None:
-                write_json(writes, content)
-
-        waiting = [key for key in keys if key not in rows or rows[key]["status"] != "ok"]
-        waiting.sort(key=lambda key: (ask.lengths.index(key[1]), ask.tasks.index(key[2:])))  # all laws on the same
-        for done, key in enumerate(waiting):
+    def measure(waiting: Sequence[Key]) -> Iterator[tuple[Key, Row]]:
+        here.together(partial(_prepare, store, waiting, overwrite))
+        turns = sorted(waiting, key=lambda key: (ask.lengths.index(key[1]), ask.tasks.index(key[2:])))
+        for done, key in enumerate(turns):  # all laws on the same
             place, task = key[:2], key[2:]
-            kept = None if file is None else store.predictions(file, content, key)
-            here.together(write)
 
             def advance(part: float, done: int = done, what: str = f"{place[0]} at {place[1]}: {title(task)}") -> None:
-                progress(what, done + part, len(waiting))
+                progress(what, done + part, len(turns))
 
-            rows[key] = _row(means, place, laws[place], task, kept, advance) | {"made_from": store.origin(content, key)}
-            if file is not None and rows[key]["status"] == "ok":
-                rows[key]["predictions"] = str(store.predictions_file(Path(file.name), key))
-        here.together(write)
+            kept = None if file is None else _predictions(file, content, key)
+            row = _row(means, place, laws[place], task, kept, advance)
+            if file is not None and row["status"] == "ok":
+                row["predictions"] = str(predictions_file(Path(file.name), key))
+            yield key, row
+
+    fill(store, measure, here, overwrite)
     return content
 
 
-def _earlier(
-    held: ExitStack, file: Path | None, content: dict[str, Any], keys: Sequence[store.Key], overwrite: bool
-) -> dict[str, Any] | None:
-    """The results that `file` has already; until `held` ends, no other run writes there."""
-    if file is None:
-        return None
-    held.enter_context(locked(file))
-    if not overwrite:
-        return store.resumed(file, content, keys)
-    read(file, "eval")  # what is no results file is refused all the same
-    write_json(file, content)  # first: predictions without it would be refused after a kill
-    store.remove_predictions(file)
-    return None
+def origin(content: Mapping[str, Any], key: Key) -> str:
+    """Return the digest of what a row of these results is made from."""
+    law, length, *task = key
+    shared = {part: content[part] for part in ("model", "versions", "settings")}
+    data = content["data"].get(title((task[0], task[1])))
+    return made_from({**shared, "data": data, "law": content["laws"].get(f"{law} at {length}"), "row": list(key)})
+
+
+def _predictions(file: Path, content: Mapping[str, Any], key: Key) -> Predictions:
+    """Return where a row's predictions lie and what they are made from."""
+    return Predictions(path=predictions_file(file, key), made_from=origin(content, key))
+
+
+def _prepare(store: Store, waiting: Sequence[Key], overwrite: bool) -> None:
+    """Refuse predictions of something else, or remove them, before the first is made.
+
+    The results file comes first: predictions without one would be refused after a kill.
+    """
+    if store.file is None:
+        return
+    for key in () if overwrite else waiting:
+        _predictions(store.file, store.content, key).check()
+    store.write()
+    if overwrite:
+        remove_predictions(store.file)
 
 
 def _version(package: str) -> str | None:
@@ -184,14 +186,12 @@ def _measured(
     means: Means, law: Law | None, length: int, task: Task, kept: Predictions | None, advance: Advance
 ) -> Score | str:
     """The score, or the status of a row that has none."""
-    try:
+
+    def score() -> Score:
         with under(means.model, law):
             return (probe if task[0] in PROBES else predict)(means, task, length, kept, advance)
+
+    try:
+        return within_memory(score) or OUT_OF_MEMORY
     except ConfigError as refusal:
         return f"skipped: {refusal}"
-    except Exception as error:
-        if not out_of_memory(error):
-            raise  # else the traceback holds tensors until here
-    gc.collect()
-    torch.cuda.empty_cache()
-    return OUT_OF_MEMORY

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from rpe3d.config import ConfigError
 from rpe3d.evaluate.origin import START_OVER
@@ -114,3 +116,34 @@ class Predictions:
     def append(self, records: Sequence[Record]) -> None:
         """Add records, each with what it was made from."""
         append(self.path, [{**record, "made_from": self.made_from} for record in records])
+
+
+def remove_predictions(results: Path) -> None:
+    """Remove the predictions of all rows, also of rows that are not asked for now."""
+    folder = _folder(results)
+    for path in list(folder.rglob("*.jsonl")):
+        path.unlink()
+    for path in sorted(folder.rglob("*"), reverse=True):
+        with suppress(OSError):  # a folder with a file of somebody else's
+            path.rmdir()
+
+
+def predictions_file(results: Path, key: Sequence[Any]) -> Path:
+    """Return `NAME.predictions/LAW-LENGTH/SUITE/TASK.jsonl` beside `NAME.json`; no two rows share a file.
+
+    What a file's name cannot hold is written as %20 is. A suite with one nameless task is `LAW-LENGTH/SUITE.jsonl`.
+    """
+    law, length, suite, task = key
+    place = _folder(results) / f"{_plain(law)}-{length}"
+    return place / suite / f"{_plain(task)}.jsonl" if task else place / f"{suite}.jsonl"
+
+
+def _folder(results: Path) -> Path:
+    """Return the folder of predictions; a results file without the ending .json has another than its namesake."""
+    ours = results.suffix == ".json"
+    return results.with_name(f"{results.stem}.predictions" if ours else f"{results.name}-predictions")
+
+
+def _plain(name: str) -> str:
+    """Return a file's name for `name`, and another for every other name."""
+    return quote(name, safe="=,+")

@@ -1,15 +1,14 @@
-"""A model under one law after another, and as it was in the end."""
+"""A model under one law after another, and as it was in the end; and what results say of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from rpe3d.config import ConfigError
-from rpe3d.evaluate.compare import model_facts
 from rpe3d.evaluate.settings import Entry
 from rpe3d.geometry import Law, make_law
 from rpe3d.models import extend, law_of, restore
@@ -19,16 +18,24 @@ Place = tuple[str, int]
 STOCK = "stock"
 
 
-def laws_of(model: Any, entries: Sequence[Entry], lengths: Sequence[int]) -> dict[Place, Law | ConfigError | None]:
-    """Every law at every length; where it has none for that length, its refusal.
+def laws_of(model: Any, entries: Sequence[Entry], lengths: Sequence[int]) -> Mapping[Place, Law | ConfigError | None]:
+    """Return every law at every length, as `laws_at`; refuse where there is none at all.
 
     Without laws the model as it is, which is None: any checkpoint can be measured so, also one that takes no law.
     """
     own = law_of(model)
     if not entries:
         return {(own.name if own else STOCK, length): None for length in lengths}
-    facts = facts_of(model)
-    made: dict[Place, Law | ConfigError | None] = {}
+    made = laws_at(entries, lengths, facts_of(model))
+    raise_if_all_refuse(made.values())
+    return made
+
+
+def laws_at(
+    entries: Sequence[Entry], lengths: Sequence[int], facts: Mapping[str, Any]
+) -> dict[Place, Law | ConfigError]:
+    """Return every law at every length as its documentation has it for that length; where it has none, its refusal."""
+    made: dict[Place, Law | ConfigError] = {}
     for entry in entries:
         for length in lengths:
             try:
@@ -36,10 +43,25 @@ def laws_of(model: Any, entries: Sequence[Entry], lengths: Sequence[int]) -> dic
                 made[entry.label, length] = make_law(entry.law, context=context, **facts, **entry.parameters)
             except ConfigError as refusal:
                 made[entry.label, length] = refusal
-    refusals = [law for law in made.values() if isinstance(law, ConfigError)]
-    if len(refusals) == len(made):
-        raise refusals[0]
     return made
+
+
+def raise_if_all_refuse(laws: Iterable[Law | ConfigError]) -> None:
+    """Raise the first refusal where nothing else is there."""
+    found = list(laws)
+    refusals = [law for law in found if isinstance(law, ConfigError)]
+    if len(refusals) == len(found):
+        raise refusals[0]
+
+
+def model_facts(model: Any) -> dict[str, Any]:
+    """What `make_law` needs to know of a model; leaves it stock."""
+    if law_of(model) is not None:
+        restore(model)
+    law = law_of(extend(model, "rope", context=model.config.get_text_config(decoder=True).max_position_embeddings))
+    restore(model)
+    assert law is not None
+    return {key: value for key, value in law.to_dict().items() if key not in ("name", "context")}
 
 
 def facts_of(model: Any) -> dict[str, Any]:
@@ -71,17 +93,29 @@ def under(model: Any, law: Law | None) -> Iterator[None]:
             restore(model)
 
 
-def about(model: Any, name: str) -> dict[str, Any]:
-    """What a results file says of a model."""
+def about(model: Any, name: str, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a results file says of a model that is put under laws."""
+    return _about(model, name, {key: facts[key] for key in ("pretrained", "head_dim", "rope_theta")})
+
+
+def about_as_it_is(model: Any, name: str) -> dict[str, Any]:
+    """Return what a results file says of a model with its own rope settings or law."""
     law = law_of(model)
     config = model.config.get_text_config(decoder=True)
+    told = {
+        "pretrained": law.pretrained if law else getattr(config, "max_position_embeddings", None),
+        "rope": None if law else getattr(config, "rope_parameters", None),
+        "law": law.to_dict() if law else None,
+    }
+    return _about(model, name, told)
+
+
+def _about(model: Any, name: str, positions: dict[str, Any]) -> dict[str, Any]:
     return {
         "name": name,
         "architecture": type(model).__name__,
         "parameters": sum(p.numel() for p in model.parameters()),
-        "pretrained": law.pretrained if law else getattr(config, "max_position_embeddings", None),
-        "rope": None if law else getattr(config, "rope_parameters", None),
-        "law": law.to_dict() if law else None,
+        **positions,
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type,
     }

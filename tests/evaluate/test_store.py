@@ -8,10 +8,20 @@ import pytest
 
 from rpe3d.config import ConfigError
 from rpe3d.evaluate.origin import made_from
-from rpe3d.evaluate.results import check, locked, read, rows_of, write_json
+from rpe3d.evaluate.store import Store, check, locked, read, write_json
 
 ROW = {"law": "rope", "length": 256, "status": "ok", "made_from": made_from({"settings": {"seed": 0}})}
 CONTENT = {"schema": 1, "kind": "compare", "command": "x", "settings": {"seed": 0}, "rows": [ROW]}
+
+
+def rows_of(file, content, overwrite):
+    """The rows that a run on `file` takes up."""
+    origin = made_from(content)
+    store = Store(
+        file=file, content={**content}, parts=("law", "length"), keys=[("rope", 256)], origin=lambda *_: origin
+    )
+    store.take(store.earlier(overwrite))
+    return store.rows
 
 
 @pytest.fixture
