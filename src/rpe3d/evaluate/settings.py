@@ -1,10 +1,10 @@
-"""What a comparison measures, as one checked value."""
+"""What a command measures, as one checked value."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from rpe3d.config import ConfigError, choice, freeze, known_keys, whole
 from rpe3d.evaluate.perplexity import PROTOCOLS, WINDOWS
@@ -28,48 +28,61 @@ class Entry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Which laws at which lengths, how much of each measure, and the seed. Laws are names or entries."""
+class Asked:
+    """What every command measures: laws (names or entries) and lengths, how much of each probe, and the seed."""
 
-    laws: Sequence[str | Entry]
+    laws: Sequence[str | Entry] = ()
     lengths: Sequence[int]
     windows: int | None = None
     """Windows of text per row; None: 4, or all of them in the published protocols."""
     copies: int = 4
     passkeys: int = 10
-    measures: Sequence[str] = MEASURES
     protocol: str = "windows"
     seed: int = 0
     batch: int = 1
+
+    needed: ClassVar[tuple[str, ...]] = ("lengths",)
+    """Fields of which at least one must be given."""
 
     def __post_init__(self) -> None:
         entries = [Entry(label=law, law=law, parameters={}) if isinstance(law, str) else law for law in self.laws]
         for i, entry in enumerate(entries):
             if entry.label in [other.label for other in entries[:i]]:
                 raise ConfigError(f"law {entry.label!r} is given twice", "give it once, or rename the law file")
-        protocol = choice("protocol", self.protocol, PROTOCOLS)
-        default = WINDOWS if protocol == "windows" else None
         freeze(
             self,
             laws=tuple(entries),
             lengths=tuple(dict.fromkeys(whole("length", length, least=SHORTEST) for length in self.lengths)),
-            windows=default if self.windows is None else whole("windows", self.windows),
+            windows=None if self.windows is None else whole("windows", self.windows),
             copies=whole("copies", self.copies),
             passkeys=whole("passkeys", self.passkeys),
-            measures=tuple(
-                name for name in MEASURES if name in [choice("measure", m, MEASURES) for m in self.measures]
-            ),
-            protocol=protocol,
+            protocol=choice("protocol", self.protocol, PROTOCOLS),
             seed=whole("seed", self.seed, least=0),
             batch=whole("batch", self.batch),
         )
-        for name in ("laws", "lengths", "measures"):
+        for name in self.needed:
             if not getattr(self, name):
                 raise ConfigError(f"no {name} are given", f"give at least one of {name}")
 
     @property
     def entries(self) -> tuple[Entry, ...]:
         return tuple(law for law in self.laws if isinstance(law, Entry))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Asked):
+    """What a comparison measures: some of `MEASURES` under every law at every length."""
+
+    measures: Sequence[str] = MEASURES
+
+    needed: ClassVar[tuple[str, ...]] = ("laws", "lengths", "measures")
+
+    def __post_init__(self) -> None:
+        chosen = [choice("measure", measure, MEASURES) for measure in self.measures]
+        freeze(self, measures=tuple(name for name in MEASURES if name in chosen))
+        super().__post_init__()
+        if self.windows is None and self.protocol == "windows":
+            freeze(self, windows=WINDOWS)
 
     def to_dict(self) -> dict[str, Any]:
         """As the results file has it."""

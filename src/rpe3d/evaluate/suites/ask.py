@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from rpe3d.config import ConfigError, choice, freeze, whole
-from rpe3d.evaluate.perplexity import PROTOCOLS
-from rpe3d.evaluate.settings import SHORTEST, Entry
+from rpe3d.evaluate.settings import Asked
 from rpe3d.evaluate.suites import SUITES, suite
 
 PROBES = ("ppl", "passkey", "copy")
@@ -39,42 +38,24 @@ def title(task: Task) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ask:
+class Ask(Asked):
     """Which tasks under which laws at which lengths, how many samples of each, and how prompts are made.
 
     Without `laws` the model is taken as it is, with its own rope settings or the law that it was saved with.
     """
 
     tasks: Sequence[Task]
-    lengths: Sequence[int]
-    laws: Sequence[Entry] = ()
     limit: int | None = None
     """Samples of each task; None: all of them, and RULER's 500."""
-    batch: int = 1
     authors: bool = False
     """Chat words for LongBench's code tasks, too, as the 3D-RPE authors' script has it."""
-    protocol: str = "windows"
-    windows: int | None = None
-    copies: int = 4
-    passkeys: int = 10
-    seed: int = 0
+
+    needed: ClassVar[tuple[str, ...]] = ("tasks", "lengths")
 
     def __post_init__(self) -> None:
-        labels = [entry.label for entry in self.laws]
-        if twice := next((label for label in labels if labels.count(label) > 1), None):
-            raise ConfigError(f"law {twice!r} is given twice", "give it once, or rename the law file")
-        freeze(
-            self,
-            tasks=tuple(self.tasks),
-            lengths=tuple(dict.fromkeys(whole("length", length, least=SHORTEST) for length in self.lengths)),
-            laws=tuple(self.laws),
-            limit=None if self.limit is None else whole("limit", self.limit),
-            batch=whole("batch", self.batch),
-            protocol=choice("protocol", self.protocol, PROTOCOLS),
-        )
-        for name in ("tasks", "lengths"):
-            if not getattr(self, name):
-                raise ConfigError(f"no {name} are given", f"give at least one of {name}")
+        limit = None if self.limit is None else whole("limit", self.limit)
+        freeze(self, tasks=tuple(self.tasks), limit=limit)
+        super().__post_init__()
 
     def to_dict(self, chat: str) -> dict[str, Any]:
         """What every row of a results file has in common."""
