@@ -130,7 +130,7 @@ def finish(results: dict[str, Any], place: Path | None, file: Path | None) -> No
     """The tables on stdout, the page, and where everything lies."""
     from rich.console import Console
 
-    from rpe3d.evaluate.suites.page import write_page
+    from rpe3d.evaluate.report import write_page
     from rpe3d.evaluate.suites.tables import tables
 
     console = Console()

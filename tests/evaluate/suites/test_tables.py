@@ -8,8 +8,8 @@ import re
 
 import pytest
 
+from rpe3d.evaluate.report import write_page
 from rpe3d.evaluate.suites import leval, longbench
-from rpe3d.evaluate.suites.page import write_page
 from rpe3d.evaluate.suites.tables import CSV, PAPER, rows_csv, tables
 
 # The paper's LongLora-16k row in its supplement, and the means over its categories.
