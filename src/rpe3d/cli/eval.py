@@ -1,4 +1,4 @@
-"""`rpe3d eval`: the paper's evaluations of any model under any law; `evaluate.suites.evaluation` has the JSON."""
+"""`rpe3d eval`: the paper's evaluations of any model under any law; `evaluate.evaluation` has the JSON."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def run(arguments: Namespace) -> int:
     need("cli", "rich")
     need("models", "transformers")
     from rpe3d.evaluate import Entry
+    from rpe3d.evaluate.evaluation import evaluate
     from rpe3d.evaluate.ranks import ranks
+    from rpe3d.evaluate.settings import Ask
     from rpe3d.evaluate.store import check
-    from rpe3d.evaluate.suites.ask import Ask, parse_tasks
-    from rpe3d.evaluate.suites.chat import TEMPLATE, called, chat_of
-    from rpe3d.evaluate.suites.checkpoint import own_length
-    from rpe3d.evaluate.suites.evaluation import evaluate
-    from rpe3d.evaluate.under import facts_of
+    from rpe3d.evaluate.tasks import parse_tasks
+    from rpe3d.evaluate.tasks.chat import TEMPLATE, called, chat_of
+    from rpe3d.evaluate.under import facts_of, own_length
 
     tasks = parse_tasks(arguments.tasks.split(","))
     given = laws(arguments.law) if arguments.law else []
@@ -107,8 +107,8 @@ def run(arguments: Namespace) -> int:
 def questions(arguments: Namespace, tasks: list[tuple[str, str]]) -> tuple[dict[Any, Any], dict[Any, Any]]:
     """The questions and texts of all tasks, or a refusal before the model is looked for."""
     from rpe3d.evaluate import read_texts
-    from rpe3d.evaluate.suites import longbench
-    from rpe3d.evaluate.suites.data import load, load_texts
+    from rpe3d.evaluate.tasks import longbench
+    from rpe3d.evaluate.tasks.questions import load, load_texts
     from rpe3d.evaluate.texts import check_bytes
 
     if any(longbench.TASKS[name].metric.endswith("_zh") for group, name in tasks if group == "longbench"):
@@ -131,7 +131,7 @@ def finish(results: dict[str, Any], place: Path | None, file: Path | None) -> No
     from rich.console import Console
 
     from rpe3d.evaluate.report import write_page
-    from rpe3d.evaluate.suites.tables import tables
+    from rpe3d.evaluate.tables import tables
 
     console = Console()
     found = tables(results)

@@ -19,7 +19,7 @@ from rpe3d.drawing.axes import short
 from rpe3d.drawing.palette import COLOURS, Style, styles, variable
 from rpe3d.evaluate.findings import findings, number
 from rpe3d.evaluate.plots import Plot, plots, png, svg
-from rpe3d.evaluate.suites.tables import rows_csv, tables
+from rpe3d.evaluate.tables import rows_csv, tables
 from rpe3d.evaluate.web import page
 from rpe3d.files import refusing, write_all
 

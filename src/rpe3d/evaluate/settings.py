@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from rpe3d.config import ConfigError, choice, freeze, known_keys, whole
 from rpe3d.evaluate.perplexity import PROTOCOLS, WINDOWS
+from rpe3d.evaluate.tasks import Task
 from rpe3d.geometry import LAWS
 
 MEASURES = ("ppl", "copy", "passkey")
@@ -98,3 +99,30 @@ class Settings(Asked):
             "seed": self.seed,
             "batch": self.batch,
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask(Asked):
+    """Which tasks under which laws at which lengths, how many samples of each, and how prompts are made.
+
+    Without `laws` the model is taken as it is, with its own rope settings or the law that it was saved with.
+    """
+
+    tasks: Sequence[Task]
+    limit: int | None = None
+    """Samples of each task; None: all of them, and RULER's 500."""
+    authors: bool = False
+    """Chat words for LongBench's code tasks, too, as the 3D-RPE authors' script has it."""
+
+    needed: ClassVar[tuple[str, ...]] = ("tasks", "lengths")
+
+    def __post_init__(self) -> None:
+        limit = None if self.limit is None else whole("limit", self.limit)
+        freeze(self, tasks=tuple(self.tasks), limit=limit)
+        super().__post_init__()
+
+    def to_dict(self, chat: str) -> dict[str, Any]:
+        """What every row of a results file has in common."""
+        names = ("limit", "protocol", "windows", "copies", "passkeys", "seed")
+        rules = "authors" if self.authors else "upstream"
+        return {"chat": chat, "chat_rules": rules, **{name: getattr(self, name) for name in names}}

@@ -72,6 +72,16 @@ def facts_of(model: Any) -> dict[str, Any]:
     return {key: value for key, value in law.to_dict().items() if key not in ("name", "context", *law.parameters())}
 
 
+def own_length(model: Any) -> int:
+    """The context that a model was made for: Vicuna 16k and LongChat say it in `max_sequence_length`."""
+    config = model.config.get_text_config(decoder=True)
+    names = ("max_position_embeddings", "max_sequence_length", "seq_length")
+    said = [int(getattr(config, name, None) or 0) for name in names]
+    if not any(said):
+        raise ConfigError(f"{type(model).__name__} does not say how long its context is", "give --length")
+    return max(said)
+
+
 def own_parameters(law: Law) -> dict[str, Any]:
     return {name: getattr(law, name) for name in law.parameters()}
 

@@ -14,14 +14,13 @@ from rpe3d.config import ConfigError
 from rpe3d.evaluate.perplexity import mean_nll
 from rpe3d.evaluate.ranks import Ranks
 from rpe3d.evaluate.row import MEASURERS, Bench
-from rpe3d.evaluate.settings import Settings
-from rpe3d.evaluate.suites import ruler, suite
-from rpe3d.evaluate.suites.ask import Ask, Task, title
-from rpe3d.evaluate.suites.chat import Chat
-from rpe3d.evaluate.suites.data import Data
-from rpe3d.evaluate.suites.generate import Generator
-from rpe3d.evaluate.suites.predictions import Predictions, Record, Score
-from rpe3d.evaluate.suites.sample import Sample
+from rpe3d.evaluate.settings import Ask, Settings
+from rpe3d.evaluate.tasks import Task, ruler, suite, title
+from rpe3d.evaluate.tasks.chat import Chat
+from rpe3d.evaluate.tasks.generate import Generator
+from rpe3d.evaluate.tasks.predictions import Predictions, Record, Score
+from rpe3d.evaluate.tasks.questions import Data
+from rpe3d.evaluate.tasks.sample import Sample
 from rpe3d.evaluate.texts import Text, check_tokens, tokenize
 from rpe3d.text import opening
 

@@ -10,10 +10,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import tiny_lm
 from rpe3d.config import ConfigError
-from rpe3d.evaluate.suites.ask import Ask
-from rpe3d.evaluate.suites.chat import called, chat_of
-from rpe3d.evaluate.suites.checkpoint import own_length
-from rpe3d.evaluate.suites.evaluation import evaluate
+from rpe3d.evaluate.evaluation import evaluate
+from rpe3d.evaluate.settings import Ask
+from rpe3d.evaluate.tasks.chat import called, chat_of
+from rpe3d.evaluate.under import own_length
 from rpe3d.models.load import load
 
 # Both divide positions. Vicuna 16k says so in the words of transformers; LongChat in FastChat's, which `load` reads.

@@ -16,7 +16,7 @@ from functools import cache
 from typing import Any
 
 from rpe3d.config import ConfigError
-from rpe3d.evaluate.suites.rouge import DEPTH, rouge_l
+from rpe3d.evaluate.tasks.rouge import DEPTH, rouge_l
 
 Metric = Callable[[str, str, Sequence[str]], float]
 """Of a prediction, a reference, and the names of all classes; in [0, 1]."""

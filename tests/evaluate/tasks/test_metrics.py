@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from rpe3d.config import ConfigError
-from rpe3d.evaluate.suites import longbench, metrics
-from rpe3d.evaluate.suites.rouge import DEPTH, rouge_l
+from rpe3d.evaluate.tasks import longbench, metrics
+from rpe3d.evaluate.tasks.rouge import DEPTH, rouge_l
 
 CLASSES = {
     "trec": ["Entity", "Other entity", "Location", "Other location", "City"],

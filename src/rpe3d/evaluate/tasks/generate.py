@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rpe3d.evaluate.memory import out_of_memory
-from rpe3d.evaluate.suites.chat import Chat
+from rpe3d.evaluate.tasks.chat import Chat
 
 Generator = Callable[[Sequence[str], int, bool], list[str]]
 """Answers to prompts of at most so many tokens, cut at the first line break if asked: any engine can be one."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rpe3d.config import ConfigError
-from rpe3d.evaluate.suites import leval, longbench
-from rpe3d.evaluate.suites.predictions import Record, read_records
+from rpe3d.evaluate.tasks import leval, longbench
+from rpe3d.evaluate.tasks.predictions import Record, read_records
 from rpe3d.evaluate.texts import Text, read_texts
 from rpe3d.text import OPENERS
 

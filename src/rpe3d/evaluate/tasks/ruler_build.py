@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from rpe3d.config import ConfigError
-from rpe3d.evaluate.suites.chat import TEMPLATE, Chat
+from rpe3d.evaluate.tasks.chat import TEMPLATE, Chat
 
 CONFIG: dict[str, Any] = json.loads((files(__package__) / "data" / "ruler.json").read_text(encoding="utf-8"))
 SAMPLES = 500

@@ -11,10 +11,9 @@ from importlib.resources import files
 from statistics import mean
 from typing import Any
 
-from rpe3d.evaluate.suites import leval, longbench, ruler
-from rpe3d.evaluate.suites.ask import PROBES
+from rpe3d.evaluate.tasks import PROBES, leval, longbench, ruler
 
-PAPER = json.loads((files(__package__) / "data" / "paper.json").read_text(encoding="utf-8"))
+PAPER = json.loads((files("rpe3d.evaluate.tasks") / "data" / "paper.json").read_text(encoding="utf-8"))
 CSV = ("law", "length", "suite", "task", "metric", "score", "n", "empty", "status", "seconds", "samples_per_minute",
        "batch")  # fmt: skip
 

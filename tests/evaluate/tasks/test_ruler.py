@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from rpe3d.config import ConfigError
-from rpe3d.evaluate.suites import ruler, ruler_build
-from rpe3d.evaluate.suites.chat import Chat
+from rpe3d.evaluate.tasks import ruler, ruler_build
+from rpe3d.evaluate.tasks.chat import Chat
 
 ESSAY = " ".join(f"Sentence {i} is about number {i * i}." for i in range(300))
 # sha256 of two samples with their answers, by hsiehjackson/RULER at e40fae1 with the word lists of wonderwords 3.0.1, a

@@ -8,10 +8,10 @@ import pytest
 
 import tiny_lm
 from rpe3d.config import ConfigError
-from rpe3d.evaluate.suites import longbench
-from rpe3d.evaluate.suites.chat import Chat
-from rpe3d.evaluate.suites.data import load
-from rpe3d.evaluate.suites.predictions import read_records
+from rpe3d.evaluate.tasks import longbench
+from rpe3d.evaluate.tasks.chat import Chat
+from rpe3d.evaluate.tasks.predictions import read_records
+from rpe3d.evaluate.tasks.questions import load
 
 # sha256 of the first two prompts of each task's mini file, made by upstream's own lines (THUDM/LongBench at 2e00731,
 # pred.py) with a tokenizer of one token a byte and BOS, as llama2-7b-chat-4k: 3500 tokens.

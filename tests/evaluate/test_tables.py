@@ -9,8 +9,8 @@ import re
 import pytest
 
 from rpe3d.evaluate.report import write_page
-from rpe3d.evaluate.suites import leval, longbench
-from rpe3d.evaluate.suites.tables import CSV, PAPER, rows_csv, tables
+from rpe3d.evaluate.tables import CSV, PAPER, rows_csv, tables
+from rpe3d.evaluate.tasks import leval, longbench
 
 # The paper's LongLora-16k row in its supplement, and the means over its categories.
 LONGLORA = dict(zip(PAPER["longbench"]["columns"], PAPER["longbench"]["rows"]["LongLora-16k"], strict=True))

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from rpe3d.evaluate.suites import leval, longbench, suite
-from rpe3d.evaluate.suites.data import load
-from rpe3d.evaluate.suites.predictions import read_records
+from rpe3d.evaluate.tasks import leval, longbench, suite
+from rpe3d.evaluate.tasks.predictions import read_records
+from rpe3d.evaluate.tasks.questions import load
 
 LONGBENCH = "golden/longbench_pred_longalpaca-7b-16k"
 LEVAL = "golden/leval_pred"

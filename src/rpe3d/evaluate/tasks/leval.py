@@ -10,10 +10,10 @@ from importlib.resources import files
 from typing import Any
 
 from rpe3d.config import ConfigError
-from rpe3d.evaluate.suites.chat import TEMPLATE, Chat
-from rpe3d.evaluate.suites.metrics import normalized
-from rpe3d.evaluate.suites.predictions import Record, Score, check_fields
-from rpe3d.evaluate.suites.sample import Sample
+from rpe3d.evaluate.tasks.chat import TEMPLATE, Chat
+from rpe3d.evaluate.tasks.metrics import normalized
+from rpe3d.evaluate.tasks.predictions import Record, Score, check_fields
+from rpe3d.evaluate.tasks.sample import Sample
 
 WORDS = json.loads((files(__package__) / "data" / "leval.json").read_text(encoding="utf-8"))
 TASKS = tuple(WORDS["system"])

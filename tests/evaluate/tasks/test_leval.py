@@ -8,9 +8,9 @@ import pytest
 
 import tiny_lm
 from rpe3d.config import ConfigError
-from rpe3d.evaluate.suites import leval
-from rpe3d.evaluate.suites.chat import Chat
-from rpe3d.evaluate.suites.data import load
+from rpe3d.evaluate.tasks import leval
+from rpe3d.evaluate.tasks.chat import Chat
+from rpe3d.evaluate.tasks.questions import load
 
 # sha256 of the first document's first three prompts for 16k, by the words of llama2-chat-test.py and vicuna-test.py
 # (OpenLMLab/LEval at cd34b05), with a tokenizer of one token a byte and BOS.

@@ -9,10 +9,10 @@ from importlib.resources import files
 from typing import Any
 
 from rpe3d.config import ConfigError
-from rpe3d.evaluate.suites import metrics
-from rpe3d.evaluate.suites.chat import Chat
-from rpe3d.evaluate.suites.predictions import Record, Score, check_fields
-from rpe3d.evaluate.suites.sample import Sample
+from rpe3d.evaluate.tasks import metrics
+from rpe3d.evaluate.tasks.chat import Chat
+from rpe3d.evaluate.tasks.predictions import Record, Score, check_fields
+from rpe3d.evaluate.tasks.sample import Sample
 
 FEW_SHOT = ("trec", "triviaqa", "samsum", "lsht")
 CODE = ("lcc", "repobench-p")

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 import tiny_lm
-from rpe3d.evaluate.suites.chat import Chat
+from rpe3d.evaluate.tasks.chat import Chat
 
 
 class Words:

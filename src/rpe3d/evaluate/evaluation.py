@@ -29,13 +29,14 @@ from rpe3d.evaluate.memory import within_memory
 from rpe3d.evaluate.origin import fingerprint, generation, made_from, versions
 from rpe3d.evaluate.ranks import ranks
 from rpe3d.evaluate.row import OUT_OF_MEMORY
+from rpe3d.evaluate.settings import Ask
 from rpe3d.evaluate.store import SCHEMA, Key, Row, Store
-from rpe3d.evaluate.suites.ask import PROBES, Ask, Task, title
-from rpe3d.evaluate.suites.chat import TEMPLATE, Chat
-from rpe3d.evaluate.suites.data import Data
-from rpe3d.evaluate.suites.generate import Generator, generator
-from rpe3d.evaluate.suites.measure import Advance, Means, predict, probe
-from rpe3d.evaluate.suites.predictions import Predictions, Score, predictions_file, remove_predictions
+from rpe3d.evaluate.tasks import PROBES, Task, title
+from rpe3d.evaluate.tasks.chat import TEMPLATE, Chat
+from rpe3d.evaluate.tasks.generate import Generator, generator
+from rpe3d.evaluate.tasks.measure import Advance, Means, predict, probe
+from rpe3d.evaluate.tasks.predictions import Predictions, Score, predictions_file, remove_predictions
+from rpe3d.evaluate.tasks.questions import Data
 from rpe3d.evaluate.texts import Text
 from rpe3d.evaluate.under import Place, about_as_it_is, laws_of, own_parameters, under
 from rpe3d.geometry import Law

@@ -12,12 +12,12 @@ import torch
 import rpe3d
 from rpe3d.config import ConfigError
 from rpe3d.evaluate import Entry, Text, perplexity, tokenize
-from rpe3d.evaluate.suites import longbench
-from rpe3d.evaluate.suites.ask import Ask, parse_tasks
-from rpe3d.evaluate.suites.chat import Chat
-from rpe3d.evaluate.suites.data import Data
-from rpe3d.evaluate.suites.evaluation import evaluate
-from rpe3d.evaluate.suites.predictions import predictions_file
+from rpe3d.evaluate.evaluation import evaluate
+from rpe3d.evaluate.settings import Ask
+from rpe3d.evaluate.tasks import longbench, parse_tasks
+from rpe3d.evaluate.tasks.chat import Chat
+from rpe3d.evaluate.tasks.predictions import predictions_file
+from rpe3d.evaluate.tasks.questions import Data
 
 HOTPOT, SAMSUM, GSM = ("longbench", "hotpotqa"), ("longbench", "samsum"), ("leval", "gsm100")
 ANSWERS = ["Paris", "Rome", "Oslo", "Bern", "Riga"]
@@ -230,7 +230,7 @@ def test_the_models_own_answers_do_not_depend_on_the_batch(model, chat):
     model.generation_config.update(do_sample=True, temperature=0.3, top_p=0.5)  # as chat checkpoints have it
     said = []
     for batch in (1, 3):
-        from rpe3d.evaluate.suites.generate import generator
+        from rpe3d.evaluate.tasks.generate import generator
 
         generate = generator(model, chat)
         prompts = ["a long prompt of many words", "short", "middling one"]
@@ -243,7 +243,7 @@ def test_a_line_break_ends_an_answer_after_its_first_token(model, chat, monkeypa
     seen = {}
     generate = type(model).generate
     monkeypatch.setattr(type(model), "generate", lambda self, *a, **k: seen.update(k) or generate(self, *a, **k))
-    from rpe3d.evaluate.suites.generate import generator
+    from rpe3d.evaluate.tasks.generate import generator
 
     generator(model, chat)(["x"], 4, True)
     assert seen["min_new_tokens"] == 1
@@ -253,7 +253,7 @@ def test_a_line_break_ends_an_answer_after_its_first_token(model, chat, monkeypa
 
 @pytest.mark.parametrize("error", FULL, ids=str)
 def test_a_batch_that_is_too_large_is_halved(model, chat, monkeypatch, error):
-    from rpe3d.evaluate.suites import generate as module
+    from rpe3d.evaluate.tasks import generate as module
 
     sizes = []
 

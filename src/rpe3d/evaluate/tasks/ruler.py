@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from rpe3d.config import ConfigError
-from rpe3d.evaluate.suites.chat import Chat
-from rpe3d.evaluate.suites.predictions import Record, Score, check_fields
-from rpe3d.evaluate.suites.ruler_build import CONFIG, SAMPLES, Builder
-from rpe3d.evaluate.suites.sample import Sample
+from rpe3d.evaluate.tasks.chat import Chat
+from rpe3d.evaluate.tasks.predictions import Record, Score, check_fields
+from rpe3d.evaluate.tasks.ruler_build import CONFIG, SAMPLES, Builder
+from rpe3d.evaluate.tasks.sample import Sample
 
 TASKS = tuple(CONFIG["tasks"])
 DEFAULT = tuple(task for task in TASKS if not task.startswith("qa"))

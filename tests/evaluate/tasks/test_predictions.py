@@ -9,8 +9,8 @@ import lzma
 import pytest
 
 from rpe3d.config import ConfigError
-from rpe3d.evaluate.suites.data import load, load_texts
-from rpe3d.evaluate.suites.predictions import append, kept, read_records
+from rpe3d.evaluate.tasks.predictions import append, kept, read_records
+from rpe3d.evaluate.tasks.questions import load, load_texts
 
 RECORDS = [{"pred": "one\ntwo\u2028three\x85", "answers": ["ä"]}, {"pred": "", "answers": []}]
 
