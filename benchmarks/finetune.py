@@ -37,7 +37,8 @@ from rpe3d.drawing.axes import Paint, boldest_last, labels, line, short
 from rpe3d.drawing.palette import BLUE, BROWN, DASHED, GREEN, ORANGE, PINK, PURPLE, SKY, SOFT, Colour, Style
 from rpe3d.evaluate.plots import SHOWN, Panel, Plot, png
 from rpe3d.evaluate.ranks import ranks
-from rpe3d.evaluate.row import Bench, measure_row
+from rpe3d.evaluate.row import measure_row
+from rpe3d.evaluate.tasks.probes import Bench
 from rpe3d.evaluate.texts import Text, check_bytes, check_tokens, tokenize
 from rpe3d.evaluate.under import model_facts
 from rpe3d.geometry import make_law
@@ -144,6 +145,7 @@ def measure(
             texts=tokens,
             first=opening(loaded.tokenizer),
             settings=settings,
+            measures=settings.measures,
             ranks=ranks(),
             progress=progress,
         )

@@ -18,9 +18,10 @@ from typing import Any
 from rpe3d.evaluate.grid import Progress, fill, silent
 from rpe3d.evaluate.origin import fingerprint, made_from, versions
 from rpe3d.evaluate.ranks import ranks
-from rpe3d.evaluate.row import Bench, measure_row
+from rpe3d.evaluate.row import measure_row
 from rpe3d.evaluate.settings import Settings
 from rpe3d.evaluate.store import SCHEMA, Key, Row, Store
+from rpe3d.evaluate.tasks.probes import Bench
 from rpe3d.evaluate.texts import Text, check_tokens, default_texts, tokenize
 from rpe3d.evaluate.under import about, laws_at, model_facts, raise_if_all_refuse
 from rpe3d.text import opening
@@ -70,6 +71,7 @@ def compare(
         texts=tokens,
         first=opening(tokenizer),
         settings=settings,
+        measures=settings.measures,
         ranks=ranks(),
         progress=progress,
     )

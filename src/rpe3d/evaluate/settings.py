@@ -66,6 +66,11 @@ class Asked:
                 raise ConfigError(f"no {name} are given", f"give at least one of {name}")
 
     @property
+    def window_count(self) -> int | None:
+        """Windows of text per row, with the default; None: all of them."""
+        return WINDOWS if self.windows is None and self.protocol == "windows" else self.windows
+
+    @property
     def entries(self) -> tuple[Entry, ...]:
         return tuple(law for law in self.laws if isinstance(law, Entry))
 
@@ -82,8 +87,7 @@ class Settings(Asked):
         chosen = [choice("measure", measure, MEASURES) for measure in self.measures]
         freeze(self, measures=tuple(name for name in MEASURES if name in chosen))
         super().__post_init__()
-        if self.windows is None and self.protocol == "windows":
-            freeze(self, windows=WINDOWS)
+        freeze(self, windows=self.window_count)
 
     def to_dict(self) -> dict[str, Any]:
         """As the results file has it."""

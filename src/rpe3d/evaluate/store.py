@@ -33,7 +33,7 @@ def _unwritable(path: Path) -> files.Refusal:
     return f"cannot write {path}", "give --json a place to write to"
 
 
-def check_place(path: Path) -> None:
+def _check_place(path: Path) -> None:
     """Refuse what could not be written in the end, before anything is measured."""
     place = (Path(os.path.realpath(path)) if path.is_symlink() else path).parent
     if path.exists() and not path.is_file():
@@ -47,7 +47,7 @@ def check_place(path: Path) -> None:
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """The right to write to `path`, or a refusal where another run has it."""
-    check_place(path)
+    _check_place(path)
     target = Path(os.path.realpath(path))
     busy = f"another run is writing to {path}", "wait for it, or give --json another file"
     with files.locked(target.with_name(f".{target.name}.lock"), busy=busy, unwritable=_unwritable(path)):
@@ -74,7 +74,7 @@ def check(path: Path, now: Mapping[str, Any], kind: str = "compare") -> dict[str
 
     Refuse results of something else than `now`, part by part; the command may differ.
     """
-    check_place(path)
+    _check_place(path)
     kept = read(path, kind)
     if kept is not None:
         check_same(path, kept, now)

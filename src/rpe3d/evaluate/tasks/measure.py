@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from statistics import mean
 from typing import Any
 
 from rpe3d.config import ConfigError
-from rpe3d.evaluate.perplexity import mean_nll
 from rpe3d.evaluate.ranks import Ranks
-from rpe3d.evaluate.row import MEASURERS, Bench
-from rpe3d.evaluate.settings import Ask, Settings
+from rpe3d.evaluate.settings import Ask
 from rpe3d.evaluate.tasks import Task, ruler, suite, title
 from rpe3d.evaluate.tasks.chat import Chat
 from rpe3d.evaluate.tasks.generate import Generator
 from rpe3d.evaluate.tasks.predictions import Predictions, Record, Score
+from rpe3d.evaluate.tasks.probes import PROBES, Bench, merged
 from rpe3d.evaluate.tasks.questions import Data
 from rpe3d.evaluate.tasks.sample import Sample
 from rpe3d.evaluate.texts import Text, check_tokens, tokenize
@@ -112,7 +109,6 @@ def _records(means: Means, samples: Sequence[Sample], task: Task, batches: Seque
 def probe(means: Means, task: Task, length: int, file: Predictions | None, advance: Advance) -> Score:
     """Perplexity, copying or passkeys, as `rpe3d compare` measures them; what each trial gave is kept in `file`."""
     group, _ = task
-    ask = means.ask
     texts = [tokenize(means.chat.tokenizer, text) for text in means.texts.get(task, ())]
     if group == "ppl":
         check_tokens(texts, [length])
@@ -121,52 +117,20 @@ def probe(means: Means, task: Task, length: int, file: Predictions | None, advan
         tokenizer=means.chat.tokenizer,
         texts=texts,
         first=opening(means.chat.tokenizer),
-        settings=Settings(
-            laws=["rope"],
-            lengths=[length],
-            measures=[group],
-            **{name: getattr(ask, name) for name in ("windows", "copies", "passkeys", "protocol", "seed", "batch")},
-        ),
+        settings=means.ask,
+        measures=(group,),
         ranks=means.ranks,
         progress=lambda _, done, total: advance(min(1.0, done / total)),
     )
     bench.total = bench.work(length)
-    kind = {"ppl": "windows", "copy": "copies", "passkey": "passkeys"}[group]
-    parts = means.ranks.together(lambda: MEASURERS[group](bench, length)[kind])
-    trials = sorted((trial for part in parts for trial in part), key=lambda trial: int(trial[0]))
-    score, records = SUMMARIES[group](trials, ask.protocol)
-    if not math.isfinite(score.score):
+    chosen, protocol = PROBES[group], means.ask.protocol
+    told = chosen.told(merged(means.ranks.together(lambda: chosen.measure(bench, length))), length, protocol)
+    if told is None:
         raise ConfigError(f"{title(task)} gave no finite number", "the model's likelihoods are NaN or infinite")
+    trials = told[chosen.kind]
+    records = [{"index": i, **{name: one[name] for name in chosen.recorded}} for i, one in enumerate(trials)]
     writes = file if means.ranks.first else None
     if writes is not None:
         writes.path.unlink(missing_ok=True)
     means.ranks.together(partial(_keep, writes, records))
-    return score
-
-
-Trials = list[tuple[Any, ...]]
-
-
-def _perplexity(trials: Trials, protocol: str) -> tuple[Score, list[Record]]:
-    nll = mean_nll([trial[-1] for trial in trials], protocol)[0]
-    records: list[Record] = [{"index": i, "text": text, "start": start, "nll": s.nll} for i, text, start, s in trials]
-    return Score(score=math.exp(nll) if nll < 700 else math.inf, n=len(trials), metric=f"ppl {protocol}"), records
-
-
-def _copying(trials: Trials, protocol: str) -> tuple[Score, list[Record]]:
-    records: list[Record] = [{"index": i, "seed": seed, "nll": nll} for i, seed, nll in trials]
-    return Score(score=mean(trial[-1] for trial in trials), n=len(trials), metric="nll"), records
-
-
-def _passkeys(trials: Trials, protocol: str) -> tuple[Score, list[Record]]:
-    names = ("index", "depth", "key", "answer", "correct")
-    records: list[Record] = [dict(zip(names, trial, strict=True)) for trial in trials]
-    right = sum(bool(trial[-1]) for trial in trials)
-    return Score(score=round(100 * right / len(trials), 2), n=len(trials), metric="exact_match"), records
-
-
-SUMMARIES: dict[str, Callable[[Trials, str], tuple[Score, list[Record]]]] = {
-    "ppl": _perplexity,
-    "copy": _copying,
-    "passkey": _passkeys,
-}
+    return Score(score=chosen.score(told), n=len(trials), metric=chosen.metric.format(protocol=protocol))
