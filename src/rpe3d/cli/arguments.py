@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from argparse import ArgumentTypeError
+import shlex
+import sys
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -114,6 +116,24 @@ def need(extra: str, *modules: str) -> None:
     for module in modules:
         if find_spec(module) is None:
             raise ConfigError(f"{module} is not installed", f"pip install 'rpe3d[{extra}]'")
+
+
+def command_line() -> str:
+    """Return the command as a user would type it again."""
+    return shlex.join(["rpe3d", *sys.argv[1:]])
+
+
+def results_file(arguments: Namespace, name: str) -> Path | None:
+    """Return where the rows are kept: --json, or `name` in the folder of --report, which is made if need be."""
+    if arguments.report is not None:
+        folder("--report", arguments.report)
+        return Path(arguments.json or arguments.report / name)
+    return arguments.json and Path(arguments.json)
+
+
+def kept(arguments: Namespace) -> dict[str, Any]:
+    """Return what the results say of their origin, and whether rows that are there are kept."""
+    return {"overwrite": arguments.overwrite, "name": arguments.model, "command": command_line()}
 
 
 def folder(option: str, path: Path) -> Path:

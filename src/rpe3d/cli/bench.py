@@ -6,13 +6,12 @@ The JSON is {"schema": 1, "kind": "bench", "command", "model", "versions", "rows
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
-from rpe3d.cli.arguments import laws, need, replacing, size
+from rpe3d.cli.arguments import command_line, laws, need, replacing, size
 from rpe3d.cli.compare import add_model_arguments, load_model, progress_bar
 from rpe3d.config import whole
 
@@ -53,7 +52,7 @@ def run(arguments: Namespace) -> int:
         )
     print_table(rows)
     if arguments.json is not None:
-        content = {"schema": 1, "kind": "bench", "command": shlex.join(["rpe3d", *sys.argv[1:]])}
+        content = {"schema": 1, "kind": "bench", "command": command_line()}
         content |= {"model": about(loaded.model, arguments.model, facts), "versions": versions(), "rows": rows}
         with replacing("--json", arguments.json) as unfinished:
             unfinished.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")

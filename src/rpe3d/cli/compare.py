@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
@@ -10,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rpe3d.cli.arguments import folder, laws, need, sizes
+from rpe3d.cli.arguments import kept, laws, need, results_file, sizes
 from rpe3d.config import choice
 
 if TYPE_CHECKING:
@@ -85,10 +84,7 @@ def run(arguments: Namespace) -> int:
         choice("law", arguments.against, [law.label for law in given])
     texts = read_texts(arguments.texts)
     check_bytes(texts, settings.lengths)
-    file: Path | None = arguments.json
-    if arguments.report is not None:
-        folder("--report", arguments.report)
-        file = file or arguments.report / "compare.json"
+    file = results_file(arguments, "compare.json")
     if file is not None:
         check(file, {} if arguments.overwrite else {"settings": settings.to_dict()})
     first = ranks().first
@@ -103,10 +99,8 @@ def run(arguments: Namespace) -> int:
             settings,
             texts=texts,
             file=file,
-            overwrite=arguments.overwrite,
-            name=arguments.model,
-            command=shlex.join(["rpe3d", *sys.argv[1:]]),
             progress=progress,
+            **kept(arguments),
         )
     if first:
         print_table(results)

@@ -6,7 +6,6 @@ comparison, a demo that was interrupted goes on where it stopped.
 
 from __future__ import annotations
 
-import shlex
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rpe3d.cli.arguments import folder, laws, need, size
+from rpe3d.cli.arguments import command_line, folder, laws, need, size
 
 if TYPE_CHECKING:
     from rpe3d.evaluate import Settings
@@ -80,7 +79,7 @@ def _measure(loaded: Any, settings: Settings, file: Path, progress: Progress) ->
             settings,
             file=file,
             name="default",
-            command=shlex.join(["rpe3d", *sys.argv[1:]]),
+            command=command_line(),
             progress=lambda what, done, total: say(what),
         )
         for row in results["rows"]:

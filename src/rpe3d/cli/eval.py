@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rpe3d.cli.arguments import folder, laws, need, sizes
+from rpe3d.cli.arguments import kept, laws, need, results_file, sizes
 from rpe3d.cli.compare import add_model_arguments, add_text_arguments, load_model, progress_bar
 
 if TYPE_CHECKING:
@@ -69,10 +68,7 @@ def run(arguments: Namespace) -> int:
     }
     Ask(lengths=arguments.length or [4096], **asked)
     data, texts = questions(arguments, tasks)
-    file: Path | None = arguments.json
-    if arguments.report is not None:
-        folder("--report", arguments.report)
-        file = file or arguments.report / "eval.json"
+    file = results_file(arguments, "eval.json")
     if file is not None:
         check(file, {}, "eval")
     first = ranks().first
@@ -94,10 +90,8 @@ def run(arguments: Namespace) -> int:
             data=data,
             texts=texts,
             file=file,
-            overwrite=arguments.overwrite,
-            name=arguments.model,
-            command=shlex.join(["rpe3d", *sys.argv[1:]]),
             progress=progress,
+            **kept(arguments),
         )
     if first:
         finish(results, arguments.report, file)

@@ -8,14 +8,13 @@ The law file: what `Law.to_dict` gives, and "measured": {"command", "model", "ve
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rpe3d.cli.arguments import need, replacing, size
+from rpe3d.cli.arguments import command_line, need, replacing, size
 from rpe3d.cli.compare import add_model_arguments, add_text_arguments, load_model, progress_bar
 from rpe3d.config import ConfigError, whole
 
@@ -79,7 +78,7 @@ def run(arguments: Namespace) -> int:
         chosen = effective.pick(used, facts["pretrained"], arguments.context, anchored=anchored)
         law = make_law("3d-rpe", context=arguments.context, **facts, **chosen)
     measured = {
-        "command": shlex.join(["rpe3d", *sys.argv[1:]]),
+        "command": command_line(),
         "model": about(model, arguments.model, facts),
         "versions": versions(),
         "texts": [{"name": text.name, "sha256": text.sha256} for text in texts],
