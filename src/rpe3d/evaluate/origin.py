@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rpe3d import __version__
 from rpe3d.config import ConfigError
-from rpe3d.evaluate.retrieval import GRASS, TASK
+from rpe3d.evaluate.tasks.retrieval import GRASS, TASK
 
 START_OVER = "pass another file to --json, or --overwrite to start over"
 NOT_COMPARED = ("schema", "kind", "command", "rows")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rpe3d.config import ConfigError, choice, freeze, known_keys, whole
-from rpe3d.evaluate.perplexity import PROTOCOLS, WINDOWS
 from rpe3d.evaluate.tasks import Task
+from rpe3d.evaluate.tasks.perplexity import PROTOCOLS, WINDOWS
 from rpe3d.geometry import LAWS
 
 MEASURES = ("ppl", "copy", "passkey")

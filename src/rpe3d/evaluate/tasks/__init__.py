@@ -2,7 +2,7 @@
 
 `longbench`, `leval` and `ruler` have the same parts: `TASKS`, `DEFAULT` (those of the paper), `samples` (a task's
 prompts), `record` (a line of the predictions file, as upstream writes it) and `score` (of such lines,
-whoever wrote them).
+whoever wrote them). The probes `ppl`, `copy` and `passkey` are in `probes`, on top of `perplexity` and `retrieval`.
 """
 
 from __future__ import annotations

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from rpe3d.evaluate.grid import Progress
-from rpe3d.evaluate.perplexity import PROTOCOLS, Score, Window, batches, by_position, mean_nll, score
 from rpe3d.evaluate.ranks import Ranks
-from rpe3d.evaluate.retrieval import copy_nll, make_copy, make_passkey, passkey_found
 from rpe3d.evaluate.settings import Asked
+from rpe3d.evaluate.tasks.perplexity import PROTOCOLS, Score, Window, batches, by_position, mean_nll, score
+from rpe3d.evaluate.tasks.retrieval import copy_nll, make_copy, make_passkey, passkey_found
 from rpe3d.evaluate.texts import Tokens
 
 Found = dict[str, list[Any]]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rpe3d.evaluate import perplexity
-from rpe3d.evaluate.perplexity import PROTOCOLS, batches, by_position, mean_nll, score, tail_of
+from rpe3d.evaluate.tasks.perplexity import PROTOCOLS, batches, by_position, mean_nll, score, tail_of
 
 LENGTH = 300
 

@@ -11,7 +11,7 @@ import torch
 import tiny_lm
 from rpe3d.config import ConfigError
 from rpe3d.evaluate import Tokens, copy_nll, make_copy, make_passkey, passkey
-from rpe3d.evaluate.retrieval import passage_of, passkey_found
+from rpe3d.evaluate.tasks.retrieval import passage_of, passkey_found
 
 
 @pytest.mark.parametrize("first", [(), (0,)])
