@@ -13,7 +13,7 @@ help:
 	@echo "make demo    the main job, on an embedded default"
 	@echo "make test    the tests      make test-slow    the long ones too"
 	@echo "make test-gpu     the tests of kernels, library calls and models on this machine's GPU"
-	@echo "make test-oldest  the tests of models and commands, on the oldest transformers that is supported"
+	@echo "make test-oldest  the tests of models, the survey and commands, on the oldest transformers that is supported"
 	@echo "make test-serve   the tests of serving, with vLLM on the CPU, in a venv of its own (4 GB)"
 	@echo "make check   format, lint, types, import contract"
 	@echo "make format  rewrite the sources in the house format"
@@ -59,7 +59,7 @@ test-slow: $(READY)
 	$(BIN)/python -m pytest
 
 test-oldest: $(OLDEST)/.ready
-	$(OLDEST)/bin/python -m pytest -m "not slow" tests/models tests/cli
+	$(OLDEST)/bin/python -m pytest -m "not slow" tests/models tests/tools tests/cli
 
 # Warnings are vLLM's own. One thread: on a busy machine the steps of tiny models would wait for the second.
 test-serve: $(SERVE)/.ready

@@ -30,15 +30,15 @@ import torch
 from rpe3d.cli.arguments import laws, size, sizes
 from rpe3d.config import ConfigError
 from rpe3d.evaluate.ranks import Ranks
-from rpe3d.evaluate.suites.ask import Ask, parse_tasks, title
-from rpe3d.evaluate.suites.chat import chat_of
-from rpe3d.evaluate.suites.checkpoint import own_length
-from rpe3d.evaluate.suites.data import load as load_data
-from rpe3d.evaluate.suites.generate import generator
-from rpe3d.evaluate.suites.measure import Means, predict, samples_of
-from rpe3d.evaluate.suites.predictions import Predictions, read_records
-from rpe3d.evaluate.suites.sample import Sample
-from rpe3d.evaluate.suites.under import laws_of, under
+from rpe3d.evaluate.settings import Ask
+from rpe3d.evaluate.tasks import parse_tasks, title
+from rpe3d.evaluate.tasks.chat import chat_of
+from rpe3d.evaluate.tasks.generate import generator
+from rpe3d.evaluate.tasks.measure import Means, predict, samples_of
+from rpe3d.evaluate.tasks.predictions import Predictions, read_records
+from rpe3d.evaluate.tasks.questions import load as load_data
+from rpe3d.evaluate.tasks.sample import Sample
+from rpe3d.evaluate.under import laws_of, own_length, under
 from rpe3d.models.load import load
 from stamp import COLUMNS, stamp
 

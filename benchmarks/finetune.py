@@ -37,11 +37,13 @@ from rpe3d.drawing.axes import Paint, boldest_last, labels, line, short
 from rpe3d.drawing.palette import BLUE, BROWN, DASHED, GREEN, ORANGE, PINK, PURPLE, SKY, SOFT, Colour, Style
 from rpe3d.evaluate.plots import SHOWN, Panel, Plot, png
 from rpe3d.evaluate.ranks import ranks
-from rpe3d.evaluate.row import Bench, measure_row
-from rpe3d.evaluate.texts import Text, check_bytes, check_tokens, opening, tokenize
+from rpe3d.evaluate.row import measure_row
+from rpe3d.evaluate.tasks.probes import Bench
+from rpe3d.evaluate.texts import Text, check_bytes, check_tokens, tokenize
 from rpe3d.geometry import LawSpec, make_law
 from rpe3d.models import as_stock, facts, load_adapter
 from rpe3d.models.load import load
+from rpe3d.text import opening
 from stamp import COLUMNS, stamp
 
 MEASURED = ("ppl", "tail_ppl", "copy_nll", "passkey")
@@ -142,6 +144,7 @@ def measure(
             texts=tokens,
             first=opening(loaded.tokenizer),
             settings=settings,
+            measures=settings.measures,
             ranks=ranks(),
             progress=progress,
         )

@@ -33,7 +33,8 @@ def fails(capsys, *argv):
 
 
 @pytest.mark.parametrize(
-    "argv", [["--help"], ["--version"], ["demo", "--help"], ["dmo"], ["demo", "--length", "8q"], []]
+    "argv",
+    [["--help"], ["--version"], ["demo", "--help"], ["train", "--help"], ["dmo"], ["demo", "--length", "8q"], []],
 )
 def test_help_and_usage_errors_do_not_load_torch(argv):
     """STYLE: a verb loads torch only when it runs."""

@@ -103,7 +103,7 @@ def test_results_of_other_settings_are_refused_or_replaced_when_asked(folder, tm
 
 
 def test_a_second_run_on_the_same_file_is_refused(folder, tmp_path, capsys):
-    from rpe3d.evaluate.results import locked
+    from rpe3d.evaluate.store import locked
 
     with locked(tmp_path / "r.json"):
         code, problem, _ = fails(capsys, folder, "--laws", "rope", *SMALL, "--json", tmp_path / "r.json")

@@ -13,7 +13,7 @@ import tiny_lm
 from launched import launched
 from rpe3d.cli import main
 from rpe3d.cli.eval import finish
-from rpe3d.evaluate.suites.longbench import DEFAULT
+from rpe3d.evaluate.tasks.longbench import DEFAULT
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TASKS = "longbench:hotpotqa,leval:gsm100,passkey"
@@ -39,7 +39,7 @@ def data(tmp_path_factory):
 @pytest.fixture
 def quick(monkeypatch):
     """Answers of a few tokens: what a random model says is of no interest here."""
-    from rpe3d.evaluate.suites import generate
+    from rpe3d.evaluate.tasks import generate
 
     answers = generate._answers
     monkeypatch.setattr(generate, "_answers", lambda model, chat, p, max_new, line: answers(model, chat, p, 3, line))
@@ -92,7 +92,7 @@ def test_a_table_that_is_too_wide_has_its_tasks_going_down_and_no_number_is_brok
 
 
 def test_an_interruption_leaves_what_was_done_and_the_same_command_goes_on(folder, data, tmp_path, capsys, monkeypatch):
-    from rpe3d.evaluate.suites import generate
+    from rpe3d.evaluate.tasks import generate
 
     asked = []
 

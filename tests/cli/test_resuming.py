@@ -176,9 +176,10 @@ class Interrupted:
 
     def __init__(self, patch, after):
         self.left = after
-        compare, evaluation = (import_module(f"rpe3d.evaluate.{n}") for n in ("compare", "suites.evaluation"))
-        places = [(compare, "measure_row"), (compare, "write_json"), (evaluation, "write_json"), (evaluation, "probe")]
-        for module, name in [*places, (import_module("rpe3d.evaluate.suites.generate"), "_answers")]:
+        places = {"compare": "measure_row", "store": "write_json"}
+        places |= {"evaluation": "probe", "tasks.generate": "_answers"}
+        for place, name in places.items():
+            module = import_module(f"rpe3d.evaluate.{place}")
             patch.setattr(module, name, self.counted(getattr(module, name)))
 
     def counted(self, work):
@@ -307,7 +308,7 @@ def pytest_generate_tests(metafunc):
 
 @pytest.mark.parametrize("verb", ["compare", "eval"])
 def test_rows_are_those_of_a_fresh_run_or_a_refusal_loses_nothing(base, tmp_path, monkeypatch, capsys, verb, seed):
-    from rpe3d.evaluate.suites import generate
+    from rpe3d.evaluate.tasks import generate
 
     answers = generate._answers
     monkeypatch.setattr(generate, "_answers", lambda m, chat, p, max_new, line: answers(m, chat, p, 3, line))

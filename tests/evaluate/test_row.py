@@ -13,8 +13,9 @@ import rpe3d
 import tiny_lm
 from launched import launched
 from rpe3d.config import ConfigError
-from rpe3d.evaluate import Settings, Text, compare, perplexity, row, tokenize
+from rpe3d.evaluate import Settings, Text, compare, perplexity, tokenize
 from rpe3d.evaluate.row import NOT_FINITE, OUT_OF_MEMORY
+from rpe3d.evaluate.tasks import probes
 from rpe3d.geometry import LawSpec
 
 SMALL = {"windows": 2, "copies": 2, "passkeys": 2}
@@ -88,14 +89,14 @@ def test_a_batch_changes_nothing_but_the_rounding(model, tokenizer, text):
 def test_running_out_of_memory_is_a_row_and_the_next_goes_on(model, tokenizer, text, monkeypatch, tmp_path):
     file = tmp_path / "r.json"
     settings = Settings(laws=["rope", "dca"], lengths=[512, 256], **SMALL)
-    score = row.score
+    score = probes.score
 
     def full(model, windows, length):
         if length == 512 and rpe3d.law_of(model) is not None:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return score(model, windows, length)
 
-    monkeypatch.setattr(row, "score", full)
+    monkeypatch.setattr(probes, "score", full)
     results = compare(model, tokenizer, settings, texts=text, file=file)
     assert [r["status"] for r in results["rows"]] == ["ok", "ok", OUT_OF_MEMORY, "ok"]
     assert results["rows"][2]["ppl"] is results["rows"][2]["copy_nll"] is None
@@ -109,24 +110,24 @@ def test_running_out_of_memory_is_a_row_and_the_next_goes_on(model, tokenizer, t
 def test_later_rows_outlive_a_stop_among_earlier_ones(model, tokenizer, text, monkeypatch, tmp_path):
     file = tmp_path / "r.json"
     settings = Settings(laws=["rope", "dca"], lengths=[512, 256], measures=["ppl"], windows=1)
-    score = row.score
+    score = probes.score
 
     def too_long(model, windows, length):
         if length == 512:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return score(model, windows, length)
 
-    monkeypatch.setattr(row, "score", too_long)
+    monkeypatch.setattr(probes, "score", too_long)
     compare(model, tokenizer, settings, texts=text, file=file)
 
     def once(model, windows, length):
-        monkeypatch.setattr(row, "score", stop)
+        monkeypatch.setattr(probes, "score", stop)
         return score(model, windows, length)
 
     def stop(model, windows, length):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(row, "score", once)
+    monkeypatch.setattr(probes, "score", once)
     with pytest.raises(KeyboardInterrupt):
         compare(model, tokenizer, settings, texts=text, file=file)
     kept = [(r["law"], r["length"]) for r in json.loads(file.read_text())["rows"]]

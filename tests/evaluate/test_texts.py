@@ -12,7 +12,8 @@ import torch
 import tiny_lm
 from rpe3d.config import ConfigError
 from rpe3d.evaluate import Text, Tokens, default_texts, read_texts, tokenize
-from rpe3d.evaluate.texts import check_bytes, check_tokens, opening
+from rpe3d.evaluate.texts import check_bytes, check_tokens
+from rpe3d.text import opening
 
 
 def test_without_files_the_text_is_pythons_language_reference():

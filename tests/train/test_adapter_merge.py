@@ -8,7 +8,7 @@ import pytest
 
 from rpe3d.config import ConfigError
 from rpe3d.geometry import make_law
-from rpe3d.train.merge import adapter_base, adapter_law
+from rpe3d.train.merging import adapter_base, adapter_law
 
 
 def test_the_law_and_the_base_are_read_from_the_adapter(tmp_path):

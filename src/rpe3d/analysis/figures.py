@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rpe3d.analysis import draw, draw_sphere, ours, paper
 from rpe3d.analysis.table import Table
-from rpe3d.config import ConfigError
 from rpe3d.drawing.axes import RC, Paint
 from rpe3d.drawing.palette import PAGE
+from rpe3d.files import refusing, write_bytes
 
 SCHEMES = ("light", "dark")
 
@@ -78,17 +76,9 @@ def write_figures(folder: Path, names: Iterable[str], progress: Callable[[str], 
     """Write all `files` into a folder that exists, each whole or not at all; returns their paths."""
     written = []
     for name, content in files(names):
-        path, unfinished = folder / name, folder / f".{os.getpid()}-{name}"
-        try:
-            unfinished.write_bytes(content)
-            os.replace(unfinished, path)
-        except OSError as error:
-            raise ConfigError(
-                f"cannot write {path}: {error.strerror}", "give --out a folder that can be written to"
-            ) from None
-        finally:
-            with suppress(OSError):
-                unfinished.unlink()
+        path = folder / name
+        with refusing(f"cannot write {path}", "give --out a folder that can be written to"):
+            write_bytes(path, content)
         written.append(path)
         progress(name)
     return written

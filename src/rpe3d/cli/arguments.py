@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
-from argparse import ArgumentTypeError
+import shlex
+import sys
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from rpe3d import files
 from rpe3d.config import ConfigError
 
 if TYPE_CHECKING:
@@ -104,6 +105,24 @@ def need(extra: str, *modules: str) -> None:
             raise ConfigError(f"{module} is not installed", f"pip install 'rpe3d[{extra}]'")
 
 
+def command_line() -> str:
+    """Return the command as a user would type it again."""
+    return shlex.join(["rpe3d", *sys.argv[1:]])
+
+
+def results_file(arguments: Namespace, name: str) -> Path | None:
+    """Return where the rows are kept: --json, or `name` in the folder of --report, which is made if need be."""
+    if arguments.report is not None:
+        folder("--report", arguments.report)
+        return Path(arguments.json or arguments.report / name)
+    return arguments.json and Path(arguments.json)
+
+
+def kept(arguments: Namespace) -> dict[str, Any]:
+    """Return what the results say of their origin, and whether rows that are there are kept."""
+    return {"overwrite": arguments.overwrite, "name": arguments.model, "command": command_line()}
+
+
 def folder(option: str, path: Path) -> Path:
     """`path` as a folder that exists, made if need be."""
     try:
@@ -118,32 +137,18 @@ def folder(option: str, path: Path) -> Path:
 @contextmanager
 def new_folder(option: str, path: Path) -> Iterator[Path]:
     """A folder to fill beside `path`, which gets that name at the end; `path` may be there if it is empty."""
-    unfinished = path.with_name(f".{os.getpid()}-{path.name}")
-    try:
-        unfinished.mkdir(parents=True)
+    with (
+        files.refusing(f"cannot write {path}", f"give {option} a place with room to write to"),
+        files.new_folder(path) as unfinished,
+    ):
         yield unfinished
-        if path.exists():
-            path.rmdir()
-        unfinished.rename(path)
-    except OSError as error:
-        hint = f"give {option} a place with room to write to"
-        raise ConfigError(f"cannot write {path}: {error.strerror}", hint) from None
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 @contextmanager
 def replacing(option: str, path: Path) -> Iterator[Path]:
     """A path to write to beside `path`, which takes its place at the end: readers see the old file or the new."""
-    target = Path(os.path.realpath(path))  # a link stays a link
-    unfinished = target.with_name(f".{os.getpid()}-{target.name}")
-    try:
-        if target.exists() and not target.is_file():  # a folder, or /dev/null, which root could replace
+    with files.refusing(f"cannot write {path}", f"give {option} a place to write to"):
+        if path.exists() and not path.is_file():  # a folder, or /dev/null, which root could replace
             raise ConfigError(f"{path} is not a regular file", f"give {option} a name that can be replaced")
-        yield unfinished
-        os.replace(unfinished, target)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}", f"give {option} a place to write to") from None
-    finally:
-        with suppress(OSError):
-            unfinished.unlink()
+        with files.replacing(path) as unfinished:
+            yield unfinished

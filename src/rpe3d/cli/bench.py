@@ -6,13 +6,12 @@ The JSON is {"schema": 1, "kind": "bench", "command", "model", "versions", "rows
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
-from rpe3d.cli.arguments import laws, need, replacing, size
+from rpe3d.cli.arguments import command_line, laws, need, replacing, size
 from rpe3d.cli.compare import add_model_arguments, load_model, progress_bar
 from rpe3d.config import whole
 
@@ -36,8 +35,9 @@ def run(arguments: Namespace) -> int:
     given = laws(arguments.laws)
     length, new = whole("--length", arguments.length, least=2), whole("--new", arguments.new)
     repeat = whole("--repeat", arguments.repeat)
-    from rpe3d.evaluate.compare import about, versions
+    from rpe3d.evaluate.origin import versions
     from rpe3d.evaluate.speed import measure_speed
+    from rpe3d.evaluate.under import about
     from rpe3d.models import as_stock, facts
 
     loaded = load_model(arguments)
@@ -51,7 +51,7 @@ def run(arguments: Namespace) -> int:
         )
     print_table(rows)
     if arguments.json is not None:
-        content = {"schema": 1, "kind": "bench", "command": shlex.join(["rpe3d", *sys.argv[1:]])}
+        content = {"schema": 1, "kind": "bench", "command": command_line()}
         content |= {"model": about(loaded.model, arguments.model, known), "versions": versions(), "rows": rows}
         with replacing("--json", arguments.json) as unfinished:
             unfinished.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
@@ -10,12 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rpe3d.cli.arguments import folder, laws, need, sizes
+from rpe3d.cli.arguments import kept, laws, need, results_file, sizes
 from rpe3d.config import choice
 
 if TYPE_CHECKING:
+    from rpe3d.evaluate.grid import Progress
     from rpe3d.evaluate.paired import Difference
-    from rpe3d.evaluate.row import Progress
 
 LAWS = "rope,yarn,dca,3d-rpe"
 LENGTHS = "8k,16k,32k"
@@ -71,7 +70,7 @@ def run(arguments: Namespace) -> int:
     given = all_laws() if arguments.laws == "all" else laws(arguments.laws)
     from rpe3d.evaluate import Settings, compare, read_texts
     from rpe3d.evaluate.ranks import ranks
-    from rpe3d.evaluate.results import check
+    from rpe3d.evaluate.store import check
     from rpe3d.evaluate.texts import check_bytes
     from rpe3d.models import pretrained_length
 
@@ -85,10 +84,7 @@ def run(arguments: Namespace) -> int:
         choice("law", arguments.against, [law.label for law in given])
     texts = read_texts(arguments.texts)
     check_bytes(texts, settings.lengths)
-    file: Path | None = arguments.json
-    if arguments.report is not None:
-        folder("--report", arguments.report)
-        file = file or arguments.report / "compare.json"
+    file = results_file(arguments, "compare.json")
     if file is not None:
         check(file, {} if arguments.overwrite else {"settings": settings.to_dict()})
     first = ranks().first
@@ -103,10 +99,8 @@ def run(arguments: Namespace) -> int:
             settings,
             texts=texts,
             file=file,
-            overwrite=arguments.overwrite,
-            name=arguments.model,
-            command=shlex.join(["rpe3d", *sys.argv[1:]]),
             progress=progress,
+            **kept(arguments),
         )
     if first:
         print_table(results)

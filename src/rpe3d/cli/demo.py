@@ -6,7 +6,6 @@ comparison, a demo that was interrupted goes on where it stopped.
 
 from __future__ import annotations
 
-import shlex
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
@@ -14,11 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rpe3d.cli.arguments import folder, laws, need, size
+from rpe3d.cli.arguments import command_line, folder, laws, need, size
 
 if TYPE_CHECKING:
     from rpe3d.evaluate import Settings
-    from rpe3d.evaluate.row import Progress
+    from rpe3d.evaluate.grid import Progress
 
 LAWS = "rope,yarn,dca,3d-rpe"
 ASKED = ("rope", "3d-rpe")  # for the passkey: a forward each, so not of every law
@@ -42,7 +41,7 @@ def run(arguments: Namespace) -> int:
     from rpe3d.evaluate import Settings
     from rpe3d.evaluate.findings import findings
     from rpe3d.evaluate.report import write_report
-    from rpe3d.evaluate.results import check
+    from rpe3d.evaluate.store import check
     from rpe3d.models.load import DEFAULT, load
 
     settings = Settings(laws=given, lengths=[arguments.length], windows=1, measures=["ppl"], passkeys=1)
@@ -66,7 +65,7 @@ def run(arguments: Namespace) -> int:
 def _measure(loaded: Any, settings: Settings, file: Path, progress: Progress) -> dict[str, Any]:
     """The comparison, and then the passkeys that are not in the file yet."""
     from rpe3d.evaluate import compare
-    from rpe3d.evaluate.results import locked, read, write_json
+    from rpe3d.evaluate.store import locked, read, write_json
 
     kept = {row["law"]: row for row in (read(file) or {"rows": []})["rows"] if row["status"] == "ok"}
     asked = [entry.label for entry in settings.entries if entry.name in ASKED]
@@ -79,7 +78,7 @@ def _measure(loaded: Any, settings: Settings, file: Path, progress: Progress) ->
             settings,
             file=file,
             name="default",
-            command=shlex.join(["rpe3d", *sys.argv[1:]]),
+            command=command_line(),
             progress=lambda what, done, total: say(what),
         )
         for row in results["rows"]:
@@ -102,10 +101,10 @@ def _fast_dtype() -> Any:
 def _passkey(loaded: Any, row: dict[str, Any]) -> dict[str, Any]:
     """A passkey near the beginning of a prompt as long as the window, as a row has it."""
     from rpe3d.evaluate import make_passkey, passkey
-    from rpe3d.evaluate.suites.under import under
-    from rpe3d.evaluate.texts import opening
+    from rpe3d.evaluate.under import under
     from rpe3d.geometry import make_law
     from rpe3d.models import facts
+    from rpe3d.text import opening
 
     trial = make_passkey(loaded.tokenizer, row["length"], DEPTH, 0, opening(loaded.tokenizer))
     law = make_law(row["name"], context=row["context"], **facts(loaded.model), **row["parameters"])

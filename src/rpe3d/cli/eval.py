@@ -1,15 +1,14 @@
-"""`rpe3d eval`: the paper's evaluations of any model under any law; `evaluate.suites.evaluation` has the JSON."""
+"""`rpe3d eval`: the paper's evaluations of any model under any law; `evaluate.evaluation` has the JSON."""
 
 from __future__ import annotations
 
-import shlex
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rpe3d.cli.arguments import folder, laws, need, sizes
+from rpe3d.cli.arguments import kept, laws, need, results_file, sizes
 from rpe3d.cli.compare import add_model_arguments, add_text_arguments, load_model, progress_bar
 
 if TYPE_CHECKING:
@@ -49,12 +48,13 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     need("cli", "rich")
     need("models", "transformers")
+    from rpe3d.evaluate.evaluation import evaluate
     from rpe3d.evaluate.ranks import ranks
-    from rpe3d.evaluate.suites import store
-    from rpe3d.evaluate.suites.ask import Ask, parse_tasks
-    from rpe3d.evaluate.suites.chat import TEMPLATE, called, chat_of
-    from rpe3d.evaluate.suites.checkpoint import own_length
-    from rpe3d.evaluate.suites.evaluation import evaluate
+    from rpe3d.evaluate.settings import Ask
+    from rpe3d.evaluate.store import check
+    from rpe3d.evaluate.tasks import parse_tasks
+    from rpe3d.evaluate.tasks.chat import TEMPLATE, called, chat_of
+    from rpe3d.evaluate.under import own_length
     from rpe3d.models import pretrained_length
 
     tasks = parse_tasks(arguments.tasks.split(","))
@@ -68,12 +68,9 @@ def run(arguments: Namespace) -> int:
     }
     Ask(lengths=arguments.length or [4096], **asked)
     data, texts = questions(arguments, tasks)
-    file: Path | None = arguments.json
-    if arguments.report is not None:
-        folder("--report", arguments.report)
-        file = file or arguments.report / "eval.json"
+    file = results_file(arguments, "eval.json")
     if file is not None:
-        store.check_place(file)
+        check(file, {}, "eval")
     first = ranks().first
     loaded = load_model(arguments)
     chat, note = chat_of(arguments.chat, loaded.tokenizer, called(arguments.model))
@@ -92,10 +89,8 @@ def run(arguments: Namespace) -> int:
             data=data,
             texts=texts,
             file=file,
-            overwrite=arguments.overwrite,
-            name=arguments.model,
-            command=shlex.join(["rpe3d", *sys.argv[1:]]),
             progress=progress,
+            **kept(arguments),
         )
     if first:
         finish(results, arguments.report, file)
@@ -105,8 +100,8 @@ def run(arguments: Namespace) -> int:
 def questions(arguments: Namespace, tasks: list[tuple[str, str]]) -> tuple[dict[Any, Any], dict[Any, Any]]:
     """The questions and texts of all tasks, or a refusal before the model is looked for."""
     from rpe3d.evaluate import read_texts
-    from rpe3d.evaluate.suites import longbench
-    from rpe3d.evaluate.suites.data import load, load_texts
+    from rpe3d.evaluate.tasks import longbench
+    from rpe3d.evaluate.tasks.questions import load, load_texts
     from rpe3d.evaluate.texts import check_bytes
 
     if any(longbench.TASKS[name].metric.endswith("_zh") for group, name in tasks if group == "longbench"):
@@ -128,8 +123,8 @@ def finish(results: dict[str, Any], place: Path | None, file: Path | None) -> No
     """The tables on stdout, the page, and where everything lies."""
     from rich.console import Console
 
-    from rpe3d.evaluate.suites.page import write_page
-    from rpe3d.evaluate.suites.tables import tables
+    from rpe3d.evaluate.report import write_page
+    from rpe3d.evaluate.tables import tables
 
     console = Console()
     found = tables(results)

@@ -36,7 +36,7 @@ def run(arguments: Namespace) -> int:
 def _measured(path: Path) -> dict[str, Any]:
     """The curves and the table of a comparison."""
     need("models", "transformers")
-    from rpe3d.evaluate.results import read
+    from rpe3d.evaluate.store import read
 
     results = read(path, option="--compare")
     if results is None:

@@ -21,8 +21,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     choice("suite", arguments.suite, SUITES)
-    from rpe3d.evaluate.suites import suite
-    from rpe3d.evaluate.suites.predictions import read_records
+    from rpe3d.evaluate.tasks import suite
+    from rpe3d.evaluate.tasks.predictions import read_records
 
     chosen = suite(arguments.suite)
     task = choice(f"{arguments.suite} task", arguments.task, chosen.TASKS)

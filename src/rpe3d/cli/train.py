@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, Namespace
+from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,15 @@ from typing import Any
 from rpe3d.cli.arguments import law, need, size
 from rpe3d.cli.extend import law_parameters
 from rpe3d.config import ConfigError
+from rpe3d.train.settings import HELP, TOKENS, Settings, read_recipe
+
+HOW: dict[str, dict[str, Any]] = {
+    "int": {"metavar": "N", "type": int},
+    "float": {"metavar": "X", "type": float},
+    "bool": {"action": BooleanOptionalAction},
+    "Sequence[str]": {"metavar": "DATA", "nargs": "+"},
+}
+"""How argparse reads a field, by its type; a text is read as it is."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -34,44 +44,28 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def _add_settings(parser: ArgumentParser) -> None:
-    def add(name: str, text: str, **kwargs: Any) -> None:
-        parser.add_argument(f"--{name}", default=SUPPRESS, help=text, **kwargs)
-
-    add("context", "tokens that the model shall take, as 32768 or 32k", metavar="N", type=size)
-    add("data", "text files, folders, .jsonl or .json files, or a dataset's name", metavar="DATA", nargs="+")
-    add("split", "of a dataset; default train, train[:20000] for a part")
-    add("text-field", "the field of a record that holds its text; default text")
-    add("pack", "join documents, end-of-text between; else a window is of one document", action=BooleanOptionalAction)
-    add("mix", "documents that are read in turn; default 16", metavar="N", type=int)
-    add("length", "tokens in a window, or at most in a conversation; default the context", metavar="N", type=size)
-    add("steps", "default 1000 (lm) or 3000 (sft); more than before continue a finished run", metavar="N", type=int)
-    add("batch", "windows in a step, over all processes; default 8", metavar="N", type=int)
-    add("micro-batch", "windows in one forward; default 1", metavar="N", type=int)
-    add("method", "lora (default), lora-plus (embeddings and norms, too, as LongLoRA), or full")
-    add("rank", "of LoRA; default 8", metavar="N", type=int)
-    add("alpha", "of LoRA; default 16", metavar="N", type=int)
-    add("learning-rate", "default 2e-5", metavar="X", type=float)
-    add("beta1", "of AdamW; default 0.9", metavar="X", type=float)
-    add("beta2", "of AdamW; default 0.95", metavar="X", type=float)
-    add("weight-decay", "default 0", metavar="X", type=float)
-    add("clip", "the largest norm of a gradient; default 1", metavar="X", type=float)
-    add("schedule", "after the warm-up: constant (default), linear or cosine")
-    add("warmup", "steps of linear warm-up; default 20", metavar="N", type=int)
-    add("attention", "full (default), or s2: LongLoRA's shifted sparse attention while training")
-    add("pose", "PoSE: skip positions up to the context between N parts of a window; 2 as in its paper", type=int)
-    add("sequence-parallel", "processes that share one sequence; default 1", metavar="N", type=int)
-    add("precision", "bf16 (default on a GPU) or fp32 (default on a CPU)")
-    add("gradient-checkpointing", "less memory, a third more time; default on", action=BooleanOptionalAction)
-    add("seed", "of the data's order and the adapter's start; default 0", metavar="N", type=int)
-    add("save-every", "steps between checkpoints; default 100", metavar="N", type=int)
-    add("tensorboard", "write a TensorBoard log into the run's folder", action=BooleanOptionalAction)
-    add("lora-plus", "the same as --method lora-plus", action="store_const", const="lora-plus", dest="method")
+    """Add an option for every field of `Settings` that has a help text."""
+    for field in fields(Settings):
+        if HELP not in field.metadata:
+            continue
+        kind = str(field.type).removesuffix(" | None")
+        how = dict(HOW.get(kind, {}))
+        if field.metadata[TOKENS]:
+            how["type"] = size
+        name = field.name.replace("_", "-")
+        parser.add_argument(f"--{name}", default=SUPPRESS, help=field.metadata[HELP], **how)
+    parser.add_argument(
+        "--lora-plus",
+        default=SUPPRESS,
+        action="store_const",
+        const="lora-plus",
+        dest="method",
+        help="the same as --method lora-plus",
+    )
 
 
 def given_settings(arguments: Namespace) -> dict[str, Any]:
     """The recipe's keywords, and those of the command line before them."""
-    from rpe3d.train.settings import read_recipe
-
     recipe = {} if arguments.recipe is None else read_recipe(arguments.recipe)
     own = {"out", "recipe", "device", "trust_remote_code", "law", "set", "chunk", "window", "reach", "model", "kind"}
     if recipe.get("kind", arguments.kind) != arguments.kind:
@@ -96,8 +90,6 @@ def run(arguments: Namespace) -> int:
     need("models", "transformers")
     need("train", "peft", "accelerate")
     need("cli", "rich", "matplotlib")
-    from rpe3d.train.settings import Settings
-
     settings = Settings(**given_settings(arguments))
     if settings.tensorboard and find_spec("tensorboard") is None:
         raise ConfigError("tensorboard is not installed", "pip install tensorboard, or leave --tensorboard out")

@@ -8,14 +8,13 @@ The law file: what `Law.to_dict` gives, and "measured": {"command", "model", "ve
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rpe3d.cli.arguments import need, replacing, size
+from rpe3d.cli.arguments import command_line, need, replacing, size
 from rpe3d.cli.compare import add_model_arguments, add_text_arguments, load_model, progress_bar
 from rpe3d.config import ConfigError, whole
 
@@ -51,10 +50,12 @@ def run(arguments: Namespace) -> int:
         raise ConfigError(f"{out} is there already", "give --out another name, or --overwrite")
     seed, trials = whole("seed", arguments.seed, least=0), whole("trials", arguments.trials)
     from rpe3d.evaluate import effective
-    from rpe3d.evaluate.compare import about, versions
-    from rpe3d.evaluate.texts import opening, read_texts, tokenize
+    from rpe3d.evaluate.origin import versions
+    from rpe3d.evaluate.texts import read_texts, tokenize
+    from rpe3d.evaluate.under import about
     from rpe3d.geometry import make_law
     from rpe3d.models import as_stock, facts
+    from rpe3d.text import opening
 
     texts = read_texts(arguments.texts)
     loaded = load_model(arguments)
@@ -78,7 +79,7 @@ def run(arguments: Namespace) -> int:
         chosen = effective.pick(used, known["pretrained"], arguments.context, anchored=anchored)
         law = make_law("3d-rpe", context=arguments.context, **known, **chosen)
     measured = {
-        "command": shlex.join(["rpe3d", *sys.argv[1:]]),
+        "command": command_line(),
         "model": about(model, arguments.model, known),
         "versions": versions(),
         "texts": [{"name": text.name, "sha256": text.sha256} for text in texts],

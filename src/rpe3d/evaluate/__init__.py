@@ -1,9 +1,9 @@
 """How far a model stretches: perplexity, copying and passkeys under every law, and what they say of the model."""
 
 from rpe3d.evaluate.compare import compare
-from rpe3d.evaluate.perplexity import perplexity
-from rpe3d.evaluate.retrieval import copy_nll, make_copy, make_passkey, passkey
 from rpe3d.evaluate.settings import Settings
+from rpe3d.evaluate.tasks.perplexity import perplexity
+from rpe3d.evaluate.tasks.retrieval import copy_nll, make_copy, make_passkey, passkey
 from rpe3d.evaluate.texts import Text, Tokens, default_texts, read_texts, tokenize
 
 __all__ = [

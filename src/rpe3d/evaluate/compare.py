@@ -9,32 +9,23 @@ and texts]}. Files without fingerprints, of rpe3d before them, can be read and r
 
 from __future__ import annotations
 
-import platform
 import shlex
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack
-from functools import partial
-from importlib.metadata import version
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from rpe3d import __version__
-from rpe3d.config import ConfigError
-from rpe3d.evaluate.origin import fingerprint, made_from
+from rpe3d.evaluate.grid import Progress, fill, silent
+from rpe3d.evaluate.origin import fingerprint, made_from, versions
 from rpe3d.evaluate.ranks import ranks
-from rpe3d.evaluate.results import SCHEMA, locked, rows_of, write_json
-from rpe3d.evaluate.row import Bench, Progress, measure_row
+from rpe3d.evaluate.row import measure_row
 from rpe3d.evaluate.settings import Settings
-from rpe3d.evaluate.texts import Text, check_tokens, default_texts, opening, tokenize
-from rpe3d.geometry import Law
+from rpe3d.evaluate.store import SCHEMA, Key, Row, Store
+from rpe3d.evaluate.tasks.probes import Bench
+from rpe3d.evaluate.texts import Text, check_tokens, default_texts, tokenize
+from rpe3d.evaluate.under import about, laws_at, raise_if_all_refuse
 from rpe3d.models import as_stock, facts
-
-
-def silent(what: str, done: float, total: float) -> None:
-    """Progress that nobody watches."""
+from rpe3d.text import opening
 
 
 def compare(
@@ -58,7 +49,9 @@ def compare(
     tokens = [tokenize(tokenizer, text) for text in texts]
     check_tokens(tokens, settings.lengths)
     known = facts(as_stock(model))
-    laws = _laws(settings, known)
+    laws = laws_at(settings.entries, settings.lengths, known)
+    for entry in settings.entries:  # a law that refuses all lengths has wrong parameters
+        raise_if_all_refuse(laws[entry.label, length] for length in settings.lengths)
     content: dict[str, Any] = {
         "schema": SCHEMA,
         "kind": "compare",
@@ -79,65 +72,24 @@ def compare(
         texts=tokens,
         first=opening(tokenizer),
         settings=settings,
+        measures=settings.measures,
         ranks=ranks(),
         progress=progress,
     )
-    writes = file if bench.ranks.first else None
-    with ExitStack() as held:
-        kept = bench.ranks.together(partial(_earlier, held, writes, content, overwrite))[0]
-        bench.total = sum(bench.work(length) for label, length in laws if (label, length) not in kept)
-        entries = {entry.label: entry for entry in settings.entries}
-        rows, origin = dict(kept), {"made_from": made_from(content)}
-        for place in [place for place in laws if place not in kept]:
-            label, length = place
-            rows[place] = measure_row(bench, entries[label], length, laws[place]) | origin
-            content["rows"] = [rows[at] for at in laws if at in rows]  # with those of an earlier run that come later
-            if writes is not None:
-                write_json(writes, content)
-    content["rows"] = [rows[at] for at in laws]
+    entries = {entry.label: entry for entry in settings.entries}
+
+    def measure(waiting: Sequence[Key]) -> Iterator[tuple[Key, Row]]:
+        bench.total = sum(bench.work(length) for _, length in waiting)
+        for label, length in waiting:
+            yield (label, length), measure_row(bench, entries[label], length, laws[label, length])
+
+    origin = made_from(content)
+    store = Store(
+        file=file if bench.ranks.first else None,
+        content=content,
+        parts=("law", "length"),
+        keys=list(laws),
+        origin=lambda content, key: origin,
+    )
+    fill(store, measure, bench.ranks, overwrite)
     return content
-
-
-def _earlier(held: ExitStack, file: Path | None, content: dict[str, Any], overwrite: bool) -> dict[Any, Any]:
-    """The rows that `file` has already; until `held` ends, no other run writes there."""
-    if file is None:
-        return {}
-    held.enter_context(locked(file))
-    return rows_of(file, content, overwrite)
-
-
-def versions() -> dict[str, str]:
-    """What can change a number."""
-    packages = {package: version(package) for package in ("torch", "transformers", "tokenizers")}
-    return {"rpe3d": __version__, **packages, "python": platform.python_version()}
-
-
-def about(model: Any, name: str, known: dict[str, Any]) -> dict[str, Any]:
-    """What a results file says of a model whose `facts` are known."""
-    return {
-        "name": name,
-        "architecture": type(model).__name__,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        **{key: known[key] for key in ("pretrained", "head_dim", "rope_theta")},
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type,
-    }
-
-
-def _laws(settings: Settings, known: dict[str, Any]) -> dict[tuple[str, int], Law | ConfigError]:
-    """Every law at every length as its documentation has it for that length; where it has none, its refusal.
-
-    A law that refuses all lengths has wrong parameters: that is raised.
-    """
-    made: dict[tuple[str, int], Law | ConfigError] = {}
-    for entry in settings.entries:
-        refusals = []
-        for length in settings.lengths:
-            try:
-                made[entry.label, length] = entry.at(length, known)
-            except ConfigError as refusal:
-                made[entry.label, length] = refusal
-                refusals.append(refusal)
-        if len(refusals) == len(settings.lengths):
-            raise refusals[0]
-    return made

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from rpe3d.config import ConfigError
+from rpe3d.evaluate.grid import Progress
 from rpe3d.evaluate.likelihood import token_nll
-from rpe3d.evaluate.row import Progress
 from rpe3d.evaluate.texts import Tokens
 from rpe3d.geometry.laws.bounded import FADE, FOCUS
 from rpe3d.models import extend, restore

@@ -1,9 +1,14 @@
-"""Memory that runs out, however it is said."""
+"""Recognise and survive out-of-memory errors of any library."""
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 
+T = TypeVar("T")
 # In the words of the CUDA driver and Triton, of cuBLAS and cuDNN, of torch's allocator on the CPU, and of cuDNN's
 # attention, which says no more than that it did not run.
 WORDS = ("out of memory", "status_alloc_failed", "can't allocate memory", "mha_graph.execute")
@@ -14,3 +19,15 @@ def out_of_memory(error: Exception) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in WORDS)
+
+
+def within_memory(work: Callable[[], T]) -> T | None:
+    """Return the result of `work`, or None where memory ran out; it is free again then."""
+    try:
+        return work()
+    except Exception as error:
+        if not out_of_memory(error):
+            raise  # else the traceback holds tensors until here
+    gc.collect()
+    torch.cuda.empty_cache()
+    return None

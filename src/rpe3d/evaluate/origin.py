@@ -11,16 +11,19 @@ import hashlib
 import inspect
 import json
 import os
+import platform
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rpe3d import __version__
 from rpe3d.config import ConfigError
-from rpe3d.evaluate.retrieval import GRASS, TASK
+from rpe3d.evaluate.tasks.retrieval import GRASS, TASK
 
 START_OVER = "pass another file to --json, or --overwrite to start over"
 NOT_COMPARED = ("schema", "kind", "command", "rows")
@@ -130,6 +133,12 @@ def generation(model: Any, chat_template: str | None) -> str:
     content = {} if config is None else config.to_dict()
     noise = ("transformers_version", "_from_model_config")
     return digest([{name: value for name, value in content.items() if name not in noise}, chat_template])
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what can change a number."""
+    packages = {package: version(package) for package in ("torch", "transformers", "tokenizers")}
+    return {"rpe3d": __version__, **packages, "python": platform.python_version()}
 
 
 def made_from(parts: Mapping[str, Any]) -> str:

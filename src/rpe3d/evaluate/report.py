@@ -1,25 +1,27 @@
-"""The report of a comparison: one page that needs no network, its plots as PNG and its table as CSV.
+"""The reports of a comparison and an evaluation: one page that needs no network, plots as PNG and rows as CSV.
 
 Everything comes from the results file, so that a report can be made again without the model.
 """
 
 from __future__ import annotations
 
-import csv
-import io
-import os
 import re
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from markupsafe import Markup
 
 from rpe3d.config import ConfigError
 from rpe3d.drawing.axes import short
 from rpe3d.drawing.palette import COLOURS, Style, styles, variable
 from rpe3d.evaluate.findings import findings, number
 from rpe3d.evaluate.plots import Plot, plots, png, svg
+from rpe3d.evaluate.tables import rows_csv, tables
+from rpe3d.evaluate.web import page
+from rpe3d.files import refusing, write_all
 
 Results = Mapping[str, Any]
 Row = Mapping[str, Any]
@@ -66,84 +68,51 @@ def write_report(results: Results, folder: Path) -> list[Path]:
             "these are not results of `rpe3d compare`, schema 1", "give the JSON that `rpe3d compare --json` writes"
         )
     drawn = plots(results)
-    files = {f"{plot.name}.png": png(plot) for plot in drawn}
-    files["table.csv"] = _csv(results).encode()
-    files["report.html"] = _page(results, drawn).encode()
-    return _write(files, folder)
+    contents = {f"{plot.name}.png": png(plot) for plot in drawn}
+    contents["table.csv"] = rows_csv(results, CSV).encode()
+    contents["report.html"] = _page(results, drawn).encode()
+    return _write(contents, folder)
 
 
-def _write(files: Mapping[str, bytes], folder: Path) -> list[Path]:
-    """All contents reach the disk before the first file takes its name."""
-    waiting = {folder / name: folder / f".{os.getpid()}-{name}" for name in files}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for path, unfinished in waiting.items():
-            unfinished.write_bytes(files[path.name])
-        for path, unfinished in waiting.items():
-            os.replace(unfinished, path)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write the report to {folder}: {error.strerror}", "give a folder that can be written to"
-        ) from None
-    finally:
-        for unfinished in waiting.values():
-            with suppress(OSError):
-                unfinished.unlink()
-    return list(waiting)
-
-
-def _csv(results: Results) -> str:
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(CSV)
-    writer.writerows([row[name] for name in CSV] for row in results["rows"])
-    return file.getvalue()
-
-
-# --- the page
+def _write(contents: dict[str, bytes], folder: Path) -> list[Path]:
+    with refusing(f"cannot write the report to {folder}", "give a folder that can be written to"):
+        return write_all(contents, folder)
 
 
 def _page(results: Results, drawn: list[Plot]) -> str:
     model, looks = results["model"], styles(results["settings"]["laws"])
     headline, *others = findings(results)
     size = f"{model['parameters'] / 1e6:,.0f} M parameters"
-    about = f"{model['name']} · {model['architecture']} · {size} · pretrained on {short(model['pretrained'])} tokens"
-    lines = [plot for plot in drawn if plot.name != "passkey"]
-    maps = [plot for plot in drawn if plot.name == "passkey"]
     asked = len(results["settings"]["laws"]) * len(results["settings"]["lengths"])
     if len(results["rows"]) < asked:
         others.append(f"Unfinished: {len(results['rows'])} of {asked} rows; the same command goes on from here.")
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{escape(model["name"])}: laws compared</title>
-<style>{_variables()}{CSS}</style>
-</head>
-<body>
-<header>
-<p class="about">{escape(about)}</p>
-<h1>{_unbroken(headline, looks)}</h1>
-<ul>{"".join(f"<li>{_unbroken(sentence, looks)}</li>" for sentence in others)}</ul>
-</header>
-<main>
-{_table(results, looks)}
-{_figures("lines", lines)}
-{_figures("maps", maps)}
-{_parameters(results, looks)}
-{_making(results)}
-</main>
-</body>
-</html>
-"""
+    columns = [c for c in TABLE if any(c.rank(row) is not None for row in results["rows"])]
+    settings = {name: value for name, value in results["settings"].items() if name != "given"}  # as parameters
+    making = {"model": model, "settings": settings, "versions": results["versions"]}
+    return page(
+        "compare",
+        _variables(),
+        title="laws compared",
+        model=model,
+        about=f"{model['name']} · {model['architecture']} · {size} · pretrained on {short(model['pretrained'])} tokens",
+        headline=_unbroken(headline, looks),
+        others=[_unbroken(sentence, looks) for sentence in others],
+        strokes={law: _stroke(style) for law, style in looks.items()},
+        columns=columns,
+        groups=list(_groups(results, columns)),
+        lines=[_shown(plot) for plot in drawn if plot.name != "passkey"],
+        maps=[_shown(plot) for plot in drawn if plot.name == "passkey"],
+        parameters=_parameters(results),
+        command=results["command"],
+        making={part: {name: _value(value) for name, value in values.items()} for part, values in making.items()},
+        texts=results["texts"],
+    )
 
 
-def _unbroken(sentence: str, laws: Iterable[str]) -> str:
-    """The sentence with every law's name in one line: `3d-rpe` would be parted at its hyphen."""
+def _unbroken(sentence: str, laws: Iterable[str]) -> Markup:
+    """Return the sentence with every law's name in one line: `3d-rpe` would be parted at its hyphen."""
     names = "|".join(re.escape(escape(law)) for law in sorted(laws, key=len, reverse=True))
-    return re.sub(f"(?<![\\w-])({names})(?![\\w-])", r'<span class="law">\1</span>', escape(sentence))
+    return Markup(re.sub(f"(?<![\\w-])({names})(?![\\w-])", r'<span class="law">\1</span>', escape(sentence)))
 
 
 def _variables() -> str:
@@ -152,39 +121,23 @@ def _variables() -> str:
     return f":root{{{light}}}@media (prefers-color-scheme:dark){{:root{{{dark}}}}}"
 
 
-def _swatch(style: Style) -> str:
-    """A piece of the law's line; the name beside it says the same in words."""
+def _stroke(style: Style) -> Markup:
+    """Return the attributes of a law's line."""
     dash = f' stroke-dasharray="{" ".join(f"{part * style.width:g}" for part in style.dash)}"' if style.dash else ""
-    line = f'stroke="var({variable(style.colour)})" stroke-width="{1.4 * style.width:g}"{dash}'
-    return f'<svg class="swatch" viewBox="0 0 22 8" aria-hidden="true"><path d="M0 4H22" {line}/></svg>'
+    return Markup(f'stroke="var({variable(style.colour)})" stroke-width="{1.4 * style.width:g}"{dash}')
 
 
-def _law(name: str, looks: Mapping[str, Style]) -> str:
-    return f'<th scope="row">{_swatch(looks[name])}{escape(name)}</th>'
-
-
-def _table(results: Results, looks: Mapping[str, Style]) -> str:
-    columns = [c for c in TABLE if any(c.rank(row) is not None for row in results["rows"])]
-    heads = "".join(f'<th scope="col" title="{escape(c.meaning)}">{escape(c.heading)}</th>' for c in columns)
-    parts, pretrained = [], results["model"]["pretrained"]
+def _groups(results: Results, columns: Sequence[Column]) -> Iterator[dict[str, Any]]:
+    """Yield the table's rows of each length."""
     for length in results["settings"]["lengths"]:
         rows = [row for row in results["rows"] if row["length"] == length]
         best = [_best(rows, column) for column in columns]
-        title = f"{short(length)} tokens, {length / pretrained:.3g} × the pretrained length"
-        parts.append(f'<tbody><tr class="length"><th colspan="{len(columns) + 1}" scope="rowgroup">{title}</th></tr>')
-        for row in rows:
-            if row["status"] == "ok":
-                cells = "".join(_cell(row, column, top) for column, top in zip(columns, best, strict=True))
-            else:
-                cells = f'<td class="missing" colspan="{len(columns)}">{escape(row["status"])}</td>'
-            parts.append(f"<tr>{_law(row['law'], looks)}{cells}</tr>")
-        parts.append("</tbody>")
-    meanings = "; ".join(f"<b>{escape(c.heading)}</b>: {escape(c.meaning)}" for c in columns)
-    return f"""<section><h2>Every law at every length</h2>
-<div class="wide"><table class="numbers"><thead><tr><th scope="col">law</th>{heads}</tr></thead>
-{"".join(parts)}</table></div>
-<p class="note">{meanings}. The best of each column at a length is <b class="best">marked</b>.
-<a href="table.csv">table.csv</a></p></section>"""
+        shown = [
+            {"law": row["law"], "status": row["status"], "cells": list(map(partial(_cell, row), columns, best))}
+            for row in rows
+        ]
+        times = length / results["model"]["pretrained"]
+        yield {"title": f"{short(length)} tokens, {times:.3g} × the pretrained length", "rows": shown}
 
 
 def _best(rows: list[Row], column: Column) -> str | None:
@@ -195,41 +148,27 @@ def _best(rows: list[Row], column: Column) -> str | None:
     return min(ranked)[1] if len({text for _, text in ranked}) > 1 else None
 
 
-def _cell(row: Row, column: Column, best: str | None) -> str:
-    if column.rank(row) is None:
-        return '<td class="missing">–</td>'
+def _cell(row: Row, column: Column, best: str | None) -> dict[str, str]:
+    if row["status"] != "ok" or column.rank(row) is None:
+        return {"mark": "missing", "text": "–"}
     text = column.text(row)
-    return f'<td class="best">{text}</td>' if text == best else f"<td>{text}</td>"
+    return {"mark": "best" if text == best else "", "text": text}
 
 
-def _figures(kind: str, drawn: list[Plot]) -> str:
-    figures = [
-        f"<figure><h3>{escape(panel.title)}</h3>{svg(panel, f'{plot.name}-{i}')}</figure>"
-        for plot in drawn
-        for i, panel in enumerate(plot.panels)
+def _shown(plot: Plot) -> dict[str, Any]:
+    panels = [
+        {"title": panel.title, "svg": Markup(svg(panel, f"{plot.name}-{i}"))} for i, panel in enumerate(plot.panels)
     ]
-    if not figures:
-        return ""
-    notes = "".join(
-        f'<p class="note">{escape(plot.caption)} <a href="{plot.name}.png">{plot.name}.png</a></p>' for plot in drawn
-    )
-    title = {"lines": "Where each law breaks", "maps": "Passkeys: depth in the prompt × length"}[kind]
-    return f'<section><h2>{title}</h2><div class="{kind}">{"".join(figures)}</div>{notes}</section>'
+    return {"name": plot.name, "caption": plot.caption, "panels": panels}
 
 
-def _parameters(results: Results, looks: Mapping[str, Style]) -> str:
-    """One line for each setting of a law; lengths with the same setting share it."""
+def _parameters(results: Results) -> list[tuple[str, str, str]]:
+    """Return one line for each setting of a law; lengths with the same setting share it."""
     lengths: dict[tuple[str, str], list[str]] = {}
     for row in results["rows"]:
         text = ", ".join(f"{name} {_value(value)}" for name, value in row["parameters"].items())
         lengths.setdefault((row["law"], text), []).append(short(row["length"]))
-    rows = "".join(
-        f"<tr>{_law(law, looks)}<td class='at'>{', '.join(at)}</td><td>{escape(text) or 'none'}</td></tr>"
-        for (law, text), at in lengths.items()
-    )
-    head = '<tr><th scope="col">law</th><th scope="col">at</th><th scope="col">its own parameters</th></tr>'
-    table = f'<table class="words"><thead>{head}</thead><tbody>{rows}</tbody></table>'
-    return f'<section><h2>Parameters</h2><div class="wide">{table}</div></section>'
+    return [(law, ", ".join(at), text) for (law, text), at in lengths.items()]
 
 
 def _value(value: Any) -> str:
@@ -238,75 +177,29 @@ def _value(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _making(results: Results) -> str:
-    def pairs(values: Mapping[str, Any]) -> str:
-        rows = (
-            f'<tr><th scope="row">{escape(name)}</th><td>{escape(_value(value))}</td></tr>'
-            for name, value in values.items()
-        )
-        return f'<table class="words"><tbody>{"".join(rows)}</tbody></table>'
+def write_page(results: Results, folder: Path) -> list[Path]:
+    """Write `report.html` and `rows.csv` of an evaluation into `folder`; returns their paths."""
+    return _write({"rows.csv": rows_csv(results).encode(), "report.html": _eval_page(results).encode()}, folder)
 
-    settings = {name: value for name, value in results["settings"].items() if name != "given"}  # `_parameters` has it
-    texts = "".join(
-        f'<tr><th scope="row">{escape(text["name"])}</th><td class="at">{text["tokens"]:,} tokens</td>'
-        f"<td><code>{escape(text['sha256'])}</code></td></tr>"
-        for text in results["texts"]
+
+def _eval_page(results: Results) -> str:
+    model = results["model"]
+    size = f"{model['parameters'] / 1e6:,.0f} M parameters · {model['pretrained']} positions"
+    data = {
+        task: ", ".join(f"{part['name']} ({part['n']}, {part['sha256'][:12]})" for part in parts)
+        for task, parts in results["data"].items()
+    }
+    return page(
+        "eval",
+        title="evaluation",
+        model=model,
+        about=f"{model['architecture']} · {size} · {model['dtype']} · {model['device']}",
+        tables=tables(results),
+        failed=[row for row in results["rows"] if row["status"] != "ok"],
+        command=results["command"],
+        making={
+            "Settings": results["settings"],
+            "Versions": results["versions"],
+            "Data (samples or characters, sha256)": data,
+        },
     )
-    return f"""<section><h2>How it was made</h2>
-<pre>{escape(results["command"])}</pre>
-<div class="making">
-<div><h3>Model</h3>{pairs(results["model"])}</div>
-<div><h3>Settings</h3>{pairs(settings)}</div>
-<div><h3>Versions</h3>{pairs(results["versions"])}</div>
-</div>
-<h3>Texts (sha256)</h3><table class="words"><tbody>{texts}</tbody></table></section>"""
-
-
-CSS = """
-:root{--page:#fff;--soft:#6b6b70;--ink:#1d1d1f;--line:#dcdce0;--tint:#f4f4f6;--mark:#dcecf8}
-@media (prefers-color-scheme:dark){
-:root{--page:#141417;--soft:#a0a0a8;--ink:#f0f0f2;--line:#3a3a40;--tint:#202024;--mark:#173a55}}
-*{box-sizing:border-box}
-body{margin:0 auto;max-width:1180px;padding:24px 16px 64px;background:var(--page);color:var(--ink);
-font:16px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",sans-serif;overflow-wrap:anywhere}
-h1{font-size:clamp(22px,3.2vw,34px);line-height:1.2;margin:4px 0 16px;max-width:30em;text-wrap:balance}
-h2{font-size:20px;margin:48px 0 12px}
-h3{font-size:14px;margin:0 0 6px}
-.about{color:var(--soft);margin:0;font-size:14px}
-header ul{margin:0;padding-left:1.2em;max-width:60em}
-header li{margin:4px 0}
-.law{white-space:nowrap}
-.note{color:var(--soft);font-size:13px;max-width:68em;margin:10px 0 0}
-a{color:inherit}
-.wide{overflow-x:auto}
-table{border-collapse:collapse;font-variant-numeric:tabular-nums}
-.numbers{width:100%;font-size:15px}
-th,td{padding:5px 10px;text-align:right;border-bottom:1px solid var(--line);vertical-align:top;font-weight:400}
-td,thead th{white-space:nowrap}
-.words td{white-space:normal}
-th:first-child,.words td,.words th{text-align:left}
-thead th{color:var(--soft);font-size:13px;border-bottom-color:var(--soft)}
-.length th{font-weight:600;background:var(--tint);padding-top:8px;padding-bottom:8px}
-tbody th[scope=row]{overflow-wrap:normal}
-.best{font-weight:700;background:var(--mark)}
-.missing{color:var(--soft)}
-td.missing[colspan]{text-align:left;font-style:italic}
-.words{font-size:14px}
-td.at{white-space:nowrap}
-.words th{color:var(--soft)}
-.words th:has(.swatch){color:inherit;white-space:nowrap}
-.swatch{width:22px;height:8px;margin-right:8px;vertical-align:middle}
-.lines,.maps,.making{display:grid;gap:28px 32px}
-.lines{grid-template-columns:repeat(auto-fit,minmax(min(100%,340px),1fr))}
-.lines figure{max-width:640px}
-.maps{grid-template-columns:repeat(auto-fill,minmax(min(44%,190px),1fr))}
-.maps figure{max-width:260px}
-.making{grid-template-columns:repeat(auto-fit,minmax(min(100%,300px),1fr));margin-bottom:24px}
-figure{margin:0;min-width:0}
-figure svg{display:block;width:100%;height:auto}
-svg text{font-family:inherit!important}
-pre{background:var(--tint);padding:12px 14px;border-radius:8px;white-space:pre-wrap;font-size:13px;margin:0 0 20px}
-code{font-size:12px}
-@media (max-width:600px){body{padding:16px 12px 48px}.numbers{font-size:13px}.numbers th,.numbers td{padding:5px 4px}
-thead th{font-size:11px}.swatch{width:14px;margin-right:5px}.words{font-size:13px}}
-"""

@@ -1,13 +1,14 @@
-"""What a comparison measures, as one checked value."""
+"""What a command measures, as one checked value."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from rpe3d.config import ConfigError, choice, freeze, whole
-from rpe3d.evaluate.perplexity import PROTOCOLS, WINDOWS
+from rpe3d.evaluate.tasks import Task
+from rpe3d.evaluate.tasks.perplexity import PROTOCOLS, WINDOWS
 from rpe3d.geometry import LawSpec
 
 MEASURES = ("ppl", "copy", "passkey")
@@ -15,48 +16,65 @@ SHORTEST = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Which laws at which lengths, how much of each measure, and the seed. Laws are names or specs."""
+class Asked:
+    """What every command measures: laws (names or specs) and lengths, how much of each probe, and the seed."""
 
-    laws: Sequence[str | LawSpec]
+    laws: Sequence[str | LawSpec] = ()
     lengths: Sequence[int]
     windows: int | None = None
     """Windows of text per row; None: 4, or all of them in the published protocols."""
     copies: int = 4
     passkeys: int = 10
-    measures: Sequence[str] = MEASURES
     protocol: str = "windows"
     seed: int = 0
     batch: int = 1
+
+    needed: ClassVar[tuple[str, ...]] = ("lengths",)
+    """Fields of which at least one must be given."""
 
     def __post_init__(self) -> None:
         entries = [LawSpec(label=law, name=law, parameters={}) if isinstance(law, str) else law for law in self.laws]
         for i, entry in enumerate(entries):
             if entry.label in [other.label for other in entries[:i]]:
                 raise ConfigError(f"law {entry.label!r} is given twice", "give it once, or rename the law file")
-        protocol = choice("protocol", self.protocol, PROTOCOLS)
-        default = WINDOWS if protocol == "windows" else None
         freeze(
             self,
             laws=tuple(entries),
             lengths=tuple(dict.fromkeys(whole("length", length, least=SHORTEST) for length in self.lengths)),
-            windows=default if self.windows is None else whole("windows", self.windows),
+            windows=None if self.windows is None else whole("windows", self.windows),
             copies=whole("copies", self.copies),
             passkeys=whole("passkeys", self.passkeys),
-            measures=tuple(
-                name for name in MEASURES if name in [choice("measure", m, MEASURES) for m in self.measures]
-            ),
-            protocol=protocol,
+            protocol=choice("protocol", self.protocol, PROTOCOLS),
             seed=whole("seed", self.seed, least=0),
             batch=whole("batch", self.batch),
         )
-        for name in ("laws", "lengths", "measures"):
+        for name in self.needed:
             if not getattr(self, name):
                 raise ConfigError(f"no {name} are given", f"give at least one of {name}")
 
     @property
+    def window_count(self) -> int | None:
+        """Windows of text per row, with the default; None: all of them."""
+        return WINDOWS if self.windows is None and self.protocol == "windows" else self.windows
+
+    @property
     def entries(self) -> tuple[LawSpec, ...]:
         return tuple(law for law in self.laws if isinstance(law, LawSpec))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Asked):
+    """What a comparison measures: some of `MEASURES` under every law at every length."""
+
+    measures: Sequence[str] = MEASURES
+
+    needed: ClassVar[tuple[str, ...]] = ("laws", "lengths", "measures")
+
+    def __post_init__(self) -> None:
+        chosen = [choice("measure", measure, MEASURES) for measure in self.measures]
+        freeze(self, measures=tuple(name for name in MEASURES if name in chosen))
+        super().__post_init__()
+        freeze(self, windows=self.window_count)
 
     def to_dict(self) -> dict[str, Any]:
         """As the results file has it."""
@@ -72,3 +90,30 @@ class Settings:
             "seed": self.seed,
             "batch": self.batch,
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask(Asked):
+    """Which tasks under which laws at which lengths, how many samples of each, and how prompts are made.
+
+    Without `laws` the model is taken as it is, with its own rope settings or the law that it was saved with.
+    """
+
+    tasks: Sequence[Task]
+    limit: int | None = None
+    """Samples of each task; None: all of them, and RULER's 500."""
+    authors: bool = False
+    """Chat words for LongBench's code tasks, too, as the 3D-RPE authors' script has it."""
+
+    needed: ClassVar[tuple[str, ...]] = ("tasks", "lengths")
+
+    def __post_init__(self) -> None:
+        limit = None if self.limit is None else whole("limit", self.limit)
+        freeze(self, tasks=tuple(self.tasks), limit=limit)
+        super().__post_init__()
+
+    def to_dict(self, chat: str) -> dict[str, Any]:
+        """What every row of a results file has in common."""
+        names = ("limit", "protocol", "windows", "copies", "passkeys", "seed")
+        rules = "authors" if self.authors else "upstream"
+        return {"chat": chat, "chat_rules": rules, **{name: getattr(self, name) for name in names}}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rpe3d.config import ConfigError
-from rpe3d.evaluate.row import Progress
+from rpe3d.evaluate.grid import Progress
 from rpe3d.geometry import LawSpec
 from rpe3d.models import extend, restore
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import bz2
-import gzip
 import hashlib
-import lzma
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +12,8 @@ import torch
 from torch import Tensor
 
 from rpe3d.config import ConfigError
+from rpe3d.text import encode, reading
 
-OPENERS: dict[str, Any] = {".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}
 PLAIN = "give a UTF-8 text file, plain or as .xz, .gz or .bz2"
 
 
@@ -54,13 +51,8 @@ def read_texts(paths: Sequence[Path]) -> list[Text]:
 
 
 def _read(path: Path) -> Text:
-    try:
-        with OPENERS.get(path.suffix.lower(), open)(path, "rb") as file:
-            raw = file.read()
-    except (lzma.LZMAError, EOFError, gzip.BadGzipFile) as error:
-        raise ConfigError(f"{path} is not a whole {path.suffix} file ({error})", "copy it again") from None
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror or error}", PLAIN) from None
+    with reading(path, PLAIN) as file:
+        raw = file.read()
     try:
         content = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -94,14 +86,3 @@ def _check_longest(sizes: list[tuple[str, int]], lengths: Sequence[int], unit: s
 def tokenize(tokenizer: Any, text: Text) -> Tokens:
     """The whole text as tokens."""
     return Tokens(name=text.name, ids=torch.tensor(encode(tokenizer, text.content)))
-
-
-def encode(tokenizer: Any, text: str) -> list[int]:
-    """The tokens of `text` alone. Not verbose: a tokenizer would warn of what is longer than the pretrained length."""
-    return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
-
-
-def opening(tokenizer: Any) -> tuple[int, ...]:
-    """What the tokenizer puts in front of a text by default: its BOS token, or nothing."""
-    first = tokenizer("a").input_ids[0]
-    return (first,) if first == tokenizer.bos_token_id else ()

@@ -7,11 +7,11 @@ functions are `save_pretrained` and `PeftModel.from_pretrained` with the law che
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from rpe3d.config import ConfigError
+from rpe3d.files import write_json
 from rpe3d.geometry import make_law
 from rpe3d.models.extend import law_of
 
@@ -26,9 +26,7 @@ def save_adapter(model: Any, folder: str | Path) -> None:
             "the adapter's base model is under no law", "save it with save_pretrained, or extend the base"
         )
     model.save_pretrained(folder)
-    unfinished = Path(folder) / f".{os.getpid()}-{FILE}"
-    unfinished.write_text(json.dumps({"schema": 1, "law": law.to_dict()}, indent=2) + "\n", encoding="utf-8")
-    os.replace(unfinished, Path(folder) / FILE)
+    write_json(Path(folder) / FILE, {"schema": 1, "law": law.to_dict()})
 
 
 def load_adapter(base: Any, folder: str | Path, **options: Any) -> Any:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from rpe3d.config import ConfigError
+from rpe3d.files import turn
 from rpe3d.models.checkpoint import sha256
 from rpe3d.models.failures import CHOICES, check_complete, first_line, need
 
@@ -87,10 +88,8 @@ def _damage(entry: Path) -> str | None:
 
 def _make(gguf: Path, entry: Path) -> list[str]:
     """Make `entry`, once however many processes ask: the others wait for the lock, then find it whole."""
-    from filelock import FileLock
-
     entry.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(entry.parent / f".{entry.name}.lock"):
+    with turn(entry.parent / f".{entry.name}.lock"):
         wrong = _damage(entry)
         if wrong is None:
             return []

@@ -7,12 +7,9 @@ whole. A .json list is.
 
 from __future__ import annotations
 
-import bz2
 import codecs
-import gzip
 import hashlib
 import json
-import lzma
 from abc import ABC, abstractmethod
 from array import array
 from bisect import bisect_right
@@ -26,8 +23,8 @@ from typing import Any, NamedTuple, Protocol
 
 from rpe3d.config import ConfigError
 from rpe3d.models.checkpoint import sha256
+from rpe3d.text import DAMAGED, OPENERS, opened, reading
 
-OPENERS: dict[str, Any] = {".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}
 RECORDS = (".jsonl", ".json")
 TOPICS = "python-topics"
 PIECE = 2**20  # bytes of a text that are read, and tokenized, at once
@@ -79,23 +76,16 @@ class TextFile:
         return _digest(self.path)
 
     def pieces(self, index: int, start: int, field: str) -> Iterator[Piece]:
-        try:
-            with _opener(self.path)(self.path, "rb") as file:
-                file.seek(start)
-                block = file.read(PIECE + 1)
-                while block:  # where a piece ends depends on where it starts alone
-                    last = len(block) <= PIECE
-                    cut = len(block) if last else _cut(block[:PIECE])
-                    yield Piece(start, self._decoded(block[:cut], start), last)
-                    start += cut
-                    block = block[cut:]
-                    block += file.read(PIECE + 1 - len(block))
-        except (lzma.LZMAError, EOFError, gzip.BadGzipFile) as error:
-            raise ConfigError(
-                f"{self.path} is not a whole {self.path.suffix} file ({error})", "copy it again"
-            ) from None
-        except OSError as error:
-            raise ConfigError(f"cannot read {self.path}: {error.strerror or error}", "give a text file") from None
+        with reading(self.path, "give a text file") as file:
+            file.seek(start)
+            block = file.read(PIECE + 1)
+            while block:  # where a piece ends depends on where it starts alone
+                last = len(block) <= PIECE
+                cut = len(block) if last else _cut(block[:PIECE])
+                yield Piece(start, self._decoded(block[:cut], start), last)
+                start += cut
+                block = block[cut:]
+                block += file.read(PIECE + 1 - len(block))
 
     def _decoded(self, block: bytes, start: int) -> str:
         try:
@@ -151,7 +141,7 @@ class Lines(Records):
     def _places(self) -> tuple[array[int], array[int]]:
         """Where each line that is not empty starts, and its number."""
         starts, numbers, at = array("q"), array("q"), 0
-        with _opener(self.path)(self.path, "rb") as file:
+        with opened(self.path) as file:
             number = 0
             while line := file.readline(LONGEST):
                 number += 1
@@ -172,7 +162,7 @@ class Lines(Records):
         return f"line {self._places[1][index]} of {self.path}"
 
     def record(self, index: int) -> dict[str, Any]:
-        with _opener(self.path)(self.path, "rb") as file:
+        with opened(self.path) as file:
             file.seek(self._places[0][index])
             return _record(self.name(index), file.readline())
 
@@ -222,10 +212,6 @@ def _object(name: str, content: Any) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigError(f"{name} is not an object with fields", 'write it as {"text": "..."}')
     return content
-
-
-def _opener(path: Path) -> Any:
-    return OPENERS.get(path.suffix.lower(), open)
 
 
 class Corpus:
@@ -293,9 +279,9 @@ def _file(path: Path) -> Source:
             lines = Lines(path)
             len(lines)  # reads it once: what is damaged is said before anything is trained
             return lines
-        with _opener(path)(path, "rb") as file:
+        with opened(path) as file:
             rows = json.load(file)
-    except (OSError, EOFError, lzma.LZMAError) as error:
+    except (OSError, *DAMAGED) as error:
         raise ConfigError(f"cannot read {path} ({error})", "copy it again") from None
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON ({error})", "for one record a line, call it .jsonl") from None

@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from rpe3d import files
 from rpe3d.config import ConfigError
 
 ASKED = "run.json"
@@ -36,23 +37,16 @@ HINT = "make room or give --out another place; the same command resumes from the
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """The right to write to the folder, or a refusal where another run has it."""
-    from filelock import FileLock, Timeout
-
-    try:
+    busy = f"another run is writing to {folder}", "wait for it, or give --out another folder"
+    unwritable = f"cannot write to {folder}", "give --out another folder"
+    with files.refusing(*unwritable):
         folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / ".lock")
-        lock.acquire(blocking=False)
-    except Timeout:
-        raise ConfigError(f"another run is writing to {folder}", "wait for it, or give --out another folder") from None
-    except OSError as error:
-        raise ConfigError(f"cannot write to {folder}: {error.strerror}", "give --out another folder") from None
     try:
-        yield
+        with files.locked(folder / ".lock", busy=busy, unwritable=unwritable):
+            yield
     finally:
         with suppress(OSError):
-            (folder / ".lock").unlink()
             folder.rmdir()  # where nothing came of it
-        lock.release()
 
 
 @contextmanager
@@ -128,13 +122,8 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 def write(path: Path, text: str) -> None:
     """Replace a file at once."""
-    unfinished = path.with_name(f".{os.getpid()}-{path.name}")
     with writing(str(path)):
-        try:
-            unfinished.write_text(text, encoding="utf-8")
-            os.replace(unfinished, path)
-        finally:
-            unfinished.unlink(missing_ok=True)
+        files.write_text(path, text)
 
 
 def step_of(checkpoint: Path) -> int:
@@ -174,20 +163,10 @@ def settle(made: Path, place: Path) -> None:
 
     It replaces the result of a run that was given more steps.
     """
-    for path in [*made.rglob("*"), made]:
-        handle = os.open(path, os.O_RDONLY)
-        os.fsync(handle)
-        os.close(handle)
-    gone = place.with_name(f"{UNFINISHED}-old-{place.name}")
-    if place.exists():
-        os.rename(place, gone)
-    os.rename(made, place)
-    shutil.rmtree(gone, ignore_errors=True)
+    files.replace_folder(made, place, gone=place.with_name(f"{UNFINISHED}-old-{place.name}"))
 
 
 def forget_old(folder: Path, kept: int = KEPT) -> None:
     """Remove all checkpoints but the last ones, each under another name first."""
     for path in checkpoints(folder)[:-kept]:
-        gone = folder / f"{UNFINISHED}-{path.name}"
-        os.rename(path, gone)
-        shutil.rmtree(gone)
+        files.remove_folder(path, gone=folder / f"{UNFINISHED}-{path.name}")

@@ -46,17 +46,6 @@ def shuffled(count: int, seed: int, epoch: int) -> list[int]:
     return order
 
 
-def encode(tokenizer: Any, text: str) -> list[int]:
-    """The tokens of `text` alone. Not verbose: a tokenizer would warn of what is longer than the pretrained length."""
-    return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
-
-
-def opening(tokenizer: Any) -> list[int]:
-    """What the tokenizer puts in front of a text by default: its BOS token, or nothing."""
-    first = tokenizer("a").input_ids[0]
-    return [first] if first == tokenizer.bos_token_id else []
-
-
 def ending(tokenizer: Any) -> list[int]:
     """What stands between joined documents: the end-of-text token."""
     if tokenizer.eos_token_id is None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from rpe3d.config import ConfigError, choice, flag, freeze, known_keys, real, whole
-from rpe3d.geometry import LAWS
 
 KINDS = {"lm": 1000, "sft": 3000}
 """What can be trained, and the paper's number of steps for it."""
@@ -21,59 +20,63 @@ FREE = ("micro_batch", "sequence_parallel", "gradient_checkpointing", "save_ever
 """What may change when a run goes on: it changes speed and memory, and the result by rounding at most."""
 
 
+HELP, TOKENS = "help", "tokens"
+"""Keys of a field's metadata: what `rpe3d train --help` says of it, and whether it is a number of tokens, as 32k."""
+
+
+def option(text: str, default: Any = MISSING, *, tokens: bool = False) -> Any:
+    """Return a field that is an option of `rpe3d train` as well; {default} in its help stands for the default."""
+    shown = f"{default:g}".replace("e-0", "e-") if isinstance(default, float) else str(default)
+    return field(default=default, metadata={HELP: text.replace("{default}", shown), TOKENS: tokens})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """A recipe: which model, law, data and how. Lengths are in tokens."""
 
     kind: str
     model: str
-    context: int
-    data: Sequence[str]
-    """Text files, folders of them, .jsonl or .json files, or a Hugging Face dataset by its name."""
+    context: int = option("tokens that the model shall take, as 32768 or 32k", tokens=True)
+    data: Sequence[str] = option("text files, folders, .jsonl or .json files, or a dataset's name")
     law: str = "3d-rpe"
     parameters: Mapping[str, Any] = field(default_factory=dict)
     """The law's own, where they are not its defaults."""
     pretrained: int | None = None
     """The pretrained length that these were made for, where that is known."""
-    split: str = "train"
-    text_field: str = "text"
-    pack: bool = False
-    """Join documents, with an end-of-text token between, instead of dropping what does not fill a window."""
-    mix: int = 16
-    """Documents that are read in turn."""
-    length: int | None = None
-    """Tokens in a window, or at most in a sample; default the context."""
-    steps: int | None = None
-    batch: int = 8
-    """Windows in a step, over all processes."""
-    micro_batch: int = 1
-    """Windows in one forward."""
-    method: str = "lora"
-    rank: int = 8
-    alpha: int = 16
-    learning_rate: float = 2e-5
-    beta1: float = 0.9
-    beta2: float = 0.95
-    weight_decay: float = 0.0
-    clip: float = 1.0
-    """The largest norm of a gradient."""
-    schedule: str = "constant"
-    """What follows the linear warm-up."""
-    warmup: int = 20
-    attention: str = "full"
-    """`s2`: LongLoRA's shifted sparse attention, while training."""
-    pose: int = 0
-    """PoSE: positions skip ahead between this many parts of a window; 0: they do not skip."""
-    sequence_parallel: int = 1
-    """Processes that share one sequence."""
-    precision: str | None = None
-    """Default bf16 on a GPU, fp32 on a CPU."""
-    gradient_checkpointing: bool = True
-    seed: int = 0
-    save_every: int = 100
-    tensorboard: bool = False
+    split: str = option("of a dataset; default {default}, train[:20000] for a part", "train")
+    text_field: str = option("the field of a record that holds its text; default {default}", "text")
+    pack: bool = option("join documents, end-of-text between; else a window is of one document", False)
+    mix: int = option("documents that are read in turn; default {default}", 16)
+    length: int | None = option(
+        "tokens in a window, or at most in a conversation; default the context", None, tokens=True
+    )
+    steps: int | None = option(
+        f"default {KINDS['lm']} (lm) or {KINDS['sft']} (sft); more than before continue a finished run", None
+    )
+    batch: int = option("windows in a step, over all processes; default {default}", 8)
+    micro_batch: int = option("windows in one forward; default {default}", 1)
+    method: str = option("lora (default), lora-plus (embeddings and norms, too, as LongLoRA), or full", "lora")
+    rank: int = option("of LoRA; default {default}", 8)
+    alpha: int = option("of LoRA; default {default}", 16)
+    learning_rate: float = option("default {default}", 2e-5)
+    beta1: float = option("of AdamW; default {default}", 0.9)
+    beta2: float = option("of AdamW; default {default}", 0.95)
+    weight_decay: float = option("default {default}", 0.0)
+    clip: float = option("the largest norm of a gradient; default {default}", 1.0)
+    schedule: str = option("after the warm-up: constant (default), linear or cosine", "constant")
+    warmup: int = option("steps of linear warm-up; default {default}", 20)
+    attention: str = option("full (default), or s2: LongLoRA's shifted sparse attention while training", "full")
+    pose: int = option("PoSE: skip positions up to the context between N parts of a window; 2 as in its paper", 0)
+    sequence_parallel: int = option("processes that share one sequence; default {default}", 1)
+    precision: str | None = option("bf16 (default on a GPU) or fp32 (default on a CPU)", None)
+    gradient_checkpointing: bool = option("less memory, a third more time; default on", True)
+    seed: int = option("of the data's order and the adapter's start; default {default}", 0)
+    save_every: int = option("steps between checkpoints; default {default}", 100)
+    tensorboard: bool = option("write a TensorBoard log into the run's folder", False)
 
     def __post_init__(self) -> None:
+        from rpe3d.geometry import LAWS  # loads torch, which the options of the command line do without
+
         kind = choice("kind", self.kind, KINDS)
         known_keys(f"law {self.law!r}", self.parameters, LAWS[choice("law", self.law, LAWS)].parameters())
         context = whole("context", self.context)

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from rpe3d.config import ConfigError
+from rpe3d.text import encode, opening
 from rpe3d.train.corpus import Corpus
-from rpe3d.train.samples import Place, Sample, encode, ending, opening, shuffled
+from rpe3d.train.samples import Place, Sample, ending, shuffled
 
 
 class Lane:
@@ -62,7 +63,7 @@ class Windows:
     ) -> None:
         self.corpus = corpus
         self.tokenizer = tokenizer
-        self.opening = opening(tokenizer)
+        self.opening = list(opening(tokenizer))
         self.ending = ending(tokenizer) if pack else []
         self.length = length
         self.lanes_at_most = min(mix, len(corpus))

@@ -1,0 +1,198 @@
+"""An evaluation: every law at every length on every task, one row each, with the predictions that it is made of.
+
+Results, schema 1: {"schema": 1, "kind": "eval", "command", "model": as in under.py with "fingerprint": {"weights",
+"config", "tokenizer", "generation"}: digests as in origin.py, "versions", "settings": what every row was made with,
+"data": {"suite:task": [{"name", "sha256", "n"}]}, "laws": {"label at length": the law, null for the model as it is},
+"rows": [{"law", "name", "parameters", "length", "context", "suite", "task", "metric", "score", "n", "empty", "status":
+"ok" | "out of memory" | "skipped: why", "seconds", "samples_per_minute", "batch", "predictions": a path beside the
+file, "made_from": a digest of all that decides the row, which each line of its predictions carries as well}]}.
+Scores are percents, for `ppl` perplexities, for `copy` losses. Seconds are of the run that finished the row, with the
+making of its prompts under the first law, which the others share; samples per minute are of generation alone. The batch
+is that of the run that finished the row: it changes rounding only, so a run may be resumed with another.
+Files without fingerprints, of rpe3d before them, can be read but are not resumed.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from rpe3d.config import ConfigError
+from rpe3d.evaluate.grid import Progress, fill, silent
+from rpe3d.evaluate.memory import within_memory
+from rpe3d.evaluate.origin import fingerprint, generation, made_from, versions
+from rpe3d.evaluate.ranks import ranks
+from rpe3d.evaluate.row import OUT_OF_MEMORY
+from rpe3d.evaluate.settings import Ask
+from rpe3d.evaluate.store import SCHEMA, Key, Row, Store
+from rpe3d.evaluate.tasks import PROBES, Task, title
+from rpe3d.evaluate.tasks.chat import TEMPLATE, Chat
+from rpe3d.evaluate.tasks.generate import Generator, generator
+from rpe3d.evaluate.tasks.measure import Advance, Means, predict, probe
+from rpe3d.evaluate.tasks.predictions import Predictions, Score, predictions_file, remove_predictions
+from rpe3d.evaluate.tasks.questions import Data
+from rpe3d.evaluate.texts import Text
+from rpe3d.evaluate.under import Place, about_as_it_is, laws_of, under
+from rpe3d.geometry import Law
+
+
+def evaluate(
+    model: Any,
+    chat: Chat,
+    ask: Ask,
+    *,
+    data: Mapping[Task, Data],
+    texts: Mapping[Task, Sequence[Text]],
+    file: Path | None = None,
+    overwrite: bool = False,
+    name: str | None = None,
+    command: str | None = None,
+    generate: Generator | None = None,
+    progress: Progress = silent,
+) -> dict[str, Any]:
+    """The results of `ask`; the model is left as it was.
+
+    With `file` they are written there after each row, and predictions beside it after each batch; what is there already
+    is kept. `generate` may be another engine than the model's own.
+    """
+    laws = laws_of(model, ask.entries, ask.lengths)
+    template = chat.tokenizer.chat_template if chat.form == TEMPLATE else None
+    known = fingerprint(model, chat.tokenizer) | {"generation": generation(model, template)}
+    content: dict[str, Any] = {
+        "schema": SCHEMA,
+        "kind": "eval",
+        "command": command or shlex.join(sys.argv),
+        "model": about_as_it_is(model, name or model.config.name_or_path) | {"fingerprint": known},
+        "versions": versions() | {package: _version(package) for package in ("wonderwords", "jieba")},
+        "settings": {**ask.to_dict(chat.form), "engine": _engine(generate)},
+        "data": origins(data, texts),
+        "laws": {
+            f"{label} at {length}": law and law.to_dict()
+            for (label, length), law in laws.items()
+            if not isinstance(law, ConfigError)
+        },
+        "rows": [],
+    }
+    here = ranks()
+    generate = generate or generator(model, chat)
+    means = Means(model=model, chat=chat, generate=generate, ask=ask, data=data, texts=texts, ranks=here)
+    store = Store(
+        file=file if here.first else None,
+        content=content,
+        parts=("law", "length", "suite", "task"),
+        keys=[(*place, *task) for place in laws for task in ask.tasks],
+        origin=origin,
+        collects=True,
+    )
+
+    def measure(waiting: Sequence[Key]) -> Iterator[tuple[Key, Row]]:
+        here.together(partial(_prepare, store, waiting, overwrite))
+        turns = sorted(waiting, key=lambda key: (ask.lengths.index(key[1]), ask.tasks.index(key[2:])))
+        for done, key in enumerate(turns):  # all laws on the same
+            place, task = key[:2], key[2:]
+
+            def advance(part: float, done: int = done, what: str = f"{place[0]} at {place[1]}: {title(task)}") -> None:
+                progress(what, done + part, len(turns))
+
+            kept = None if file is None else _predictions(file, content, key)
+            row = _row(means, place, laws[place], task, kept, advance)
+            if file is not None and row["status"] == "ok":
+                row["predictions"] = str(predictions_file(Path(file.name), key))
+            yield key, row
+
+    fill(store, measure, here, overwrite)
+    return content
+
+
+def origin(content: Mapping[str, Any], key: Key) -> str:
+    """Return the digest of what a row of these results is made from."""
+    law, length, *task = key
+    shared = {part: content[part] for part in ("model", "versions", "settings")}
+    data = content["data"].get(title((task[0], task[1])))
+    return made_from({**shared, "data": data, "law": content["laws"].get(f"{law} at {length}"), "row": list(key)})
+
+
+def _predictions(file: Path, content: Mapping[str, Any], key: Key) -> Predictions:
+    """Return where a row's predictions lie and what they are made from."""
+    return Predictions(path=predictions_file(file, key), made_from=origin(content, key))
+
+
+def _prepare(store: Store, waiting: Sequence[Key], overwrite: bool) -> None:
+    """Refuse predictions of something else, or remove them, before the first is made.
+
+    The results file comes first: predictions without one would be refused after a kill.
+    """
+    if store.file is None:
+        return
+    for key in () if overwrite else waiting:
+        _predictions(store.file, store.content, key).check()
+    store.write()
+    if overwrite:
+        remove_predictions(store.file)
+
+
+def _version(package: str) -> str | None:
+    """Return the version of a package that makes or scores some of the questions; None where it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _engine(generate: Generator | None) -> str:
+    """Return a name for what answers: the model's own `generate`, or the caller's function."""
+    if generate is None:
+        return "transformers"
+    return f"{generate.__module__}.{getattr(generate, '__qualname__', type(generate).__qualname__)}"
+
+
+def origins(data: Mapping[Task, Data], texts: Mapping[Task, Sequence[Text]]) -> dict[str, list[dict[str, Any]]]:
+    """What the questions and texts of each task were."""
+    read = {title(task): [{"name": d.name, "sha256": d.sha256, "n": len(d.records)}] for task, d in data.items()}
+    return read | {
+        title(task): [{"name": text.name, "sha256": text.sha256, "n": len(text.content)} for text in some]
+        for task, some in texts.items()
+    }
+
+
+def _row(
+    means: Means, place: Place, law: Law | ConfigError | None, task: Task, kept: Predictions | None, advance: Advance
+) -> Row:
+    """One task under one law. A refusal, or running out of memory, is the row's result, not the end."""
+    label, length = place
+    row: Row = {"law": label, "name": None, "parameters": {}, "length": length, "context": None}
+    row |= {"suite": task[0], "task": task[1], "metric": None, "score": None, "n": 0, "empty": 0, "status": "ok"}
+    row |= {"seconds": 0.0, "samples_per_minute": None, "batch": means.ask.batch, "predictions": None}
+    if isinstance(law, ConfigError):
+        return row | {"status": f"skipped: {law}"}
+    if law is not None:
+        row |= {"name": law.name, "context": law.context, "parameters": law.own}
+    advance(0.0)
+    began = time.perf_counter()
+    score = _measured(means, law, length, task, kept, advance)
+    row["seconds"] = round(time.perf_counter() - began, 3)
+    if isinstance(score, str):
+        return row | {"status": score}
+    row |= {name: getattr(score, name) for name in ("metric", "score", "n", "empty")}
+    return row | {"samples_per_minute": score.pace}
+
+
+def _measured(
+    means: Means, law: Law | None, length: int, task: Task, kept: Predictions | None, advance: Advance
+) -> Score | str:
+    """The score, or the status of a row that has none."""
+
+    def score() -> Score:
+        with under(means.model, law):
+            return (probe if task[0] in PROBES else predict)(means, task, length, kept, advance)
+
+    try:
+        return within_memory(score) or OUT_OF_MEMORY
+    except ConfigError as refusal:
+        return f"skipped: {refusal}"

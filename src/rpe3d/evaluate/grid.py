@@ -1,0 +1,37 @@
+"""One grid of rows for every command: what is measured already is kept, and each new row is written when it is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from rpe3d.evaluate.ranks import Ranks
+from rpe3d.evaluate.store import Key, Row, Store, locked
+
+Progress = Callable[[str, float, float], None]
+"""Called with what is being measured, and the work done and in all, in units of time as far as they can be foreseen."""
+Measure = Callable[[Sequence[Key]], Iterable[tuple[Key, Row]]]
+"""Measures the rows of these keys, in any order, and yields each when it is done."""
+
+
+def silent(what: str, done: float, total: float) -> None:
+    """Progress that nobody watches."""
+
+
+def fill(store: Store, measure: Measure, here: Ranks, overwrite: bool = False) -> None:
+    """Measure every row of the store that is not finished yet; the first of several processes reads and writes.
+
+    No other run writes to the file meanwhile. `overwrite` starts over instead of keeping finished rows.
+    """
+    with ExitStack() as held:
+
+        def earlier() -> dict[str, Any] | None:
+            if store.file is not None:
+                held.enter_context(locked(store.file))
+            return store.earlier(overwrite)
+
+        waiting = store.take(here.together(earlier)[0])
+        for key, row in measure(waiting):
+            store.add(key, row)
+            here.together(store.write)

@@ -1,0 +1,46 @@
+"""What a model is asked: LongBench, L-Eval and RULER, with upstream's prompts and scores to the digit, and probes.
+
+`longbench`, `leval` and `ruler` have the same parts: `TASKS`, `DEFAULT` (those of the paper), `samples` (a task's
+prompts), `record` (a line of the predictions file, as upstream writes it) and `score` (of such lines,
+whoever wrote them). The probes `ppl`, `copy` and `passkey` are in `probes`, on top of `perplexity` and `retrieval`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+from rpe3d.config import ConfigError, choice
+
+SUITES = ("longbench", "leval", "ruler")
+PROBES = ("ppl", "passkey", "copy")
+Task = tuple[str, str]
+"""A suite and a task of it; a probe is a suite with one nameless task, `ppl` with one for each folder of texts, too."""
+
+
+def suite(name: str) -> Any:
+    """The module of a suite."""
+    return import_module(f"{__name__}.{choice('suite', name, SUITES)}")
+
+
+def parse_tasks(names: Sequence[str]) -> list[Task]:
+    """`longbench` is the paper's tasks of it, `longbench:lcc` one; `ppl` reads --texts, `ppl:X` a folder of --data."""
+    tasks: list[Task] = []
+    for name in names:
+        group, _, one = name.strip().partition(":")
+        choice("suite of tasks", group, (*SUITES, *PROBES))
+        if group in SUITES:
+            known = suite(group)
+            tasks += (
+                [(group, choice(f"{group} task", one, known.TASKS))] if one else [(group, t) for t in known.DEFAULT]
+            )
+        elif one and group != "ppl":
+            raise ConfigError(f"{group} has no task {one!r}", f"write {group} alone")
+        else:
+            tasks.append((group, one))
+    return list(dict.fromkeys(tasks))
+
+
+def title(task: Task) -> str:
+    return ":".join(filter(None, task))

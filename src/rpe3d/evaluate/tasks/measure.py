@@ -1,0 +1,136 @@
+"""One row: a task's predictions, batch by batch, and their score; or a probe's measure."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from rpe3d.config import ConfigError
+from rpe3d.evaluate.ranks import Ranks
+from rpe3d.evaluate.settings import Ask
+from rpe3d.evaluate.tasks import Task, ruler, suite, title
+from rpe3d.evaluate.tasks.chat import Chat
+from rpe3d.evaluate.tasks.generate import Generator
+from rpe3d.evaluate.tasks.predictions import Predictions, Record, Score
+from rpe3d.evaluate.tasks.probes import PROBES, Bench, merged
+from rpe3d.evaluate.tasks.questions import Data
+from rpe3d.evaluate.tasks.sample import Sample
+from rpe3d.evaluate.texts import Text, check_tokens, tokenize
+from rpe3d.text import opening
+
+Advance = Callable[[float], None]
+"""Called with the part of a row that is done."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Means:
+    """What every row is made with."""
+
+    model: Any
+    chat: Chat
+    generate: Generator
+    ask: Ask
+    data: Mapping[Task, Data]
+    texts: Mapping[Task, Sequence[Text]]
+    """Of `ppl` and `copy`, and RULER's haystack."""
+    ranks: Ranks
+    last: dict[tuple[Task, int], list[Sample]] = field(default_factory=dict)
+    """The questions that were made last: other laws are asked the same, and RULER's take a minute to make."""
+
+
+def samples_of(means: Means, task: Task, length: int) -> list[Sample]:
+    """The questions of a task, as many as asked for."""
+    if (task, length) not in means.last:
+        means.last.clear()
+        means.last[task, length] = _samples(means, task, length)
+    return means.last[task, length]
+
+
+def _samples(means: Means, task: Task, length: int) -> list[Sample]:
+    group, name = task
+    ask = means.ask
+    if group == "ruler":
+        essay = " ".join(text.content for text in means.texts[task])
+        return ruler.samples(name, means.chat, length, ask.limit, essay)
+    made: list[Sample] = suite(group).samples(
+        name, means.data[task].records, means.chat, length, ask.limit, ask.authors
+    )
+    return made
+
+
+def predict(means: Means, task: Task, length: int, file: Predictions | None, advance: Advance) -> Score:
+    """The task's score. Predictions reach `file` batch by batch, in the first process, and those in it are not redone.
+
+    The longest prompts come first: what does not fit into memory shows at once, and prompts of a batch are alike.
+    """
+    group, name = task
+    samples = samples_of(means, task, length)
+    writes = file if means.ranks.first else None
+    earlier = means.ranks.together(lambda: writes.kept() if writes else [])[0]
+    done = {record["index"]: record for record in earlier}
+    sizes = {i: sum(map(len, sample.prompts)) for i, sample in enumerate(samples)}
+    waiting = sorted((i for i in sizes if i not in done), key=lambda i: -sizes[i])
+    ask, count, began = means.ask, means.ranks.count, time.perf_counter()
+    batches = [waiting[at : at + ask.batch] for at in range(0, len(waiting), ask.batch)]
+    for at in range(0, len(batches), count):
+        mine = batches[at : at + count][means.ranks.index : means.ranks.index + 1]
+        parts = means.ranks.together(partial(_records, means, samples, task, mine))
+        records = [record for part in parts for record in part]
+        done |= {record["index"]: record for record in records}
+        means.ranks.together(partial(_keep, writes, records))
+        advance(len(done) / len(samples))
+    pace = round(60 * len(waiting) / (time.perf_counter() - began), 2) if waiting else None
+    score: Score = suite(group).score(name, [done[i] for i in sizes])
+    return replace(score, pace=pace)
+
+
+def _keep(file: Predictions | None, records: Sequence[Record]) -> None:
+    if file is not None:
+        file.append(records)
+
+
+def _records(means: Means, samples: Sequence[Sample], task: Task, batches: Sequence[Sequence[int]]) -> list[Record]:
+    records: list[Record] = []
+    for batch in batches:
+        chosen = [samples[i] for i in batch]
+        sample = chosen[0]  # a task's samples differ in their prompts alone
+        said = [
+            means.generate([one.prompts[turn] for one in chosen], sample.max_new, sample.line_only)
+            for turn in range(len(sample.prompts))
+        ]
+        for i, one, answers in zip(batch, chosen, zip(*said, strict=True), strict=True):
+            records.append({"index": i, **suite(task[0]).record(one, answers)})
+    return records
+
+
+def probe(means: Means, task: Task, length: int, file: Predictions | None, advance: Advance) -> Score:
+    """Perplexity, copying or passkeys, as `rpe3d compare` measures them; what each trial gave is kept in `file`."""
+    group, _ = task
+    texts = [tokenize(means.chat.tokenizer, text) for text in means.texts.get(task, ())]
+    if group == "ppl":
+        check_tokens(texts, [length])
+    bench = Bench(
+        model=means.model,
+        tokenizer=means.chat.tokenizer,
+        texts=texts,
+        first=opening(means.chat.tokenizer),
+        settings=means.ask,
+        measures=(group,),
+        ranks=means.ranks,
+        progress=lambda _, done, total: advance(min(1.0, done / total)),
+    )
+    bench.total = bench.work(length)
+    chosen, protocol = PROBES[group], means.ask.protocol
+    told = chosen.told(merged(means.ranks.together(lambda: chosen.measure(bench, length))), length, protocol)
+    if told is None:
+        raise ConfigError(f"{title(task)} gave no finite number", "the model's likelihoods are NaN or infinite")
+    trials = told[chosen.kind]
+    records = [{"index": i, **{name: one[name] for name in chosen.recorded}} for i, one in enumerate(trials)]
+    writes = file if means.ranks.first else None
+    if writes is not None:
+        writes.path.unlink(missing_ok=True)
+    means.ranks.together(partial(_keep, writes, records))
+    return Score(score=chosen.score(told), n=len(trials), metric=chosen.metric.format(protocol=protocol))

@@ -1,0 +1,149 @@
+"""Files of records, one JSON object a line: every line is checked, and a kill loses one at most."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from rpe3d.config import ConfigError
+from rpe3d.evaluate.origin import START_OVER
+from rpe3d.text import reading
+
+Record = Mapping[str, Any]
+KINDS = {str: "a text", list: "a list", int: "a number"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """What a task's predictions are worth, in percent, and how many there are."""
+
+    score: float
+    n: int
+    metric: str
+    empty: int = 0
+    """Predictions without a word."""
+    pace: float | None = None
+    """Samples per minute of generation, of those that were made in this run."""
+
+
+def read_records(path: Path) -> list[Record]:
+    """The objects of a JSONL file, plain or as .xz, .gz or .bz2; blank lines count for nothing."""
+    hint = "give a JSONL file: UTF-8, one object a line"
+    with reading(path, hint) as file:
+        lines = file.read().split(b"\n")
+    records = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            records.append(_parsed(line, f"line {number} of {path}", hint))
+    if not records:
+        raise ConfigError(f"{path} is empty", hint)
+    return records
+
+
+def _parsed(line: bytes, where: str, hint: str) -> Record:
+    try:
+        record = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{where} is not UTF-8 (byte {error.start} is {line[error.start]:#04x})", hint) from None
+    except ValueError as error:
+        raise ConfigError(f"{where} is not JSON ({error})", hint) from None
+    if not isinstance(record, dict):
+        raise ConfigError(f"{where} is no JSON object", hint)
+    return record
+
+
+def check_fields(records: Sequence[Record], fields: Mapping[str, type], hint: str) -> None:
+    """Refuse the first record that lacks one of `fields`, or has something else in it."""
+    for number, record in enumerate(records, 1):
+        for name, kind in fields.items():
+            if name not in record:
+                has = ", ".join(map(repr, record)) or "nothing"
+                raise ConfigError(f"record {number} has no field {name!r}, but {has}", hint)
+            if not isinstance(record[name], kind):
+                raise ConfigError(f"{name!r} of record {number} is not {KINDS[kind]}", hint)
+
+
+def append(path: Path, records: Sequence[Record]) -> None:
+    """Add lines to a file that may be new."""
+    lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "ab") as file:
+            file.write(lines.encode("utf-8", "surrogatepass"))
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}", "give --json a place to write to") from None
+
+
+def kept(path: Path) -> list[Record]:
+    """What an earlier run left; the line that a kill cut short is taken off the file."""
+    if not path.exists():
+        return []
+    raw = path.read_bytes()
+    whole = raw.rfind(b"\n") + 1
+    if whole < len(raw):
+        os.truncate(path, whole)
+    return read_records(path) if raw[:whole].strip() else []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predictions:
+    """A row's predictions on disk: every line says what it was made from, and lines of something else are refused."""
+
+    path: Path
+    made_from: str
+
+    def check(self) -> None:
+        """Refuse a file with lines that were made from something else, and leave it as it is."""
+        if not self.path.exists():
+            return
+        *whole, _ = self.path.read_bytes().split(b"\n")  # a kill may have cut the last line short
+        for number, line in enumerate(whole, 1):
+            where = f"line {number} of {self.path}"
+            if line.strip() and _parsed(line, where, START_OVER).get("made_from") != self.made_from:
+                raise ConfigError(f"{where} was predicted from another model, other settings or other data", START_OVER)
+
+    def kept(self) -> list[Record]:
+        """Return the records of an earlier run from the same."""
+        self.check()
+        return kept(self.path)
+
+    def append(self, records: Sequence[Record]) -> None:
+        """Add records, each with what it was made from."""
+        append(self.path, [{**record, "made_from": self.made_from} for record in records])
+
+
+def remove_predictions(results: Path) -> None:
+    """Remove the predictions of all rows, also of rows that are not asked for now."""
+    folder = _folder(results)
+    for path in list(folder.rglob("*.jsonl")):
+        path.unlink()
+    for path in sorted(folder.rglob("*"), reverse=True):
+        with suppress(OSError):  # a folder with a file of somebody else's
+            path.rmdir()
+
+
+def predictions_file(results: Path, key: Sequence[Any]) -> Path:
+    """Return `NAME.predictions/LAW-LENGTH/SUITE/TASK.jsonl` beside `NAME.json`; no two rows share a file.
+
+    What a file's name cannot hold is written as %20 is. A suite with one nameless task is `LAW-LENGTH/SUITE.jsonl`.
+    """
+    law, length, suite, task = key
+    place = _folder(results) / f"{_plain(law)}-{length}"
+    return place / suite / f"{_plain(task)}.jsonl" if task else place / f"{suite}.jsonl"
+
+
+def _folder(results: Path) -> Path:
+    """Return the folder of predictions; a results file without the ending .json has another than its namesake."""
+    ours = results.suffix == ".json"
+    return results.with_name(f"{results.stem}.predictions" if ours else f"{results.name}-predictions")
+
+
+def _plain(name: str) -> str:
+    """Return a file's name for `name`, and another for every other name."""
+    return quote(name, safe="=,+")

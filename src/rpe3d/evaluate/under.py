@@ -1,0 +1,107 @@
+"""A model under one law after another, and as it was in the end; and what results say of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from rpe3d.config import ConfigError
+from rpe3d.geometry import Law, LawSpec
+from rpe3d.models import extend, facts, law_of, restore
+
+Place = tuple[str, int]
+"""A law's label and a length."""
+STOCK = "stock"
+
+
+def laws_of(model: Any, entries: Sequence[LawSpec], lengths: Sequence[int]) -> Mapping[Place, Law | ConfigError | None]:
+    """Return every law at every length, as `laws_at`; refuse where there is none at all.
+
+    Without laws the model as it is, which is None: any checkpoint can be measured so, also one that takes no law.
+    """
+    own = law_of(model)
+    if not entries:
+        return {(own.name if own else STOCK, length): None for length in lengths}
+    made = laws_at(entries, lengths, facts(model))
+    raise_if_all_refuse(made.values())
+    return made
+
+
+def laws_at(
+    entries: Sequence[LawSpec], lengths: Sequence[int], known: Mapping[str, Any]
+) -> dict[Place, Law | ConfigError]:
+    """Return every law at every length as its documentation has it for that length; where it has none, its refusal."""
+    made: dict[Place, Law | ConfigError] = {}
+    for entry in entries:
+        for length in lengths:
+            try:
+                made[entry.label, length] = entry.at(length, known)
+            except ConfigError as refusal:
+                made[entry.label, length] = refusal
+    return made
+
+
+def raise_if_all_refuse(laws: Iterable[Law | ConfigError]) -> None:
+    """Raise the first refusal where nothing else is there."""
+    found = list(laws)
+    refusals = [law for law in found if isinstance(law, ConfigError)]
+    if len(refusals) == len(found):
+        raise refusals[0]
+
+
+def own_length(model: Any) -> int:
+    """The context that a model was made for: Vicuna 16k and LongChat say it in `max_sequence_length`."""
+    config = model.config.get_text_config(decoder=True)
+    names = ("max_position_embeddings", "max_sequence_length", "seq_length")
+    said = [int(getattr(config, name, None) or 0) for name in names]
+    if not any(said):
+        raise ConfigError(f"{type(model).__name__} does not say how long its context is", "give --length")
+    return max(said)
+
+
+@contextmanager
+def under(model: Any, law: Law | None) -> Iterator[None]:
+    """The model under a law (None: as it is), and as it was afterwards."""
+    own = law_of(model)
+    if law is not None and not law.is_stock:
+        extend(model, law)
+    elif law is not None and own is not None:
+        restore(model)
+    try:
+        yield
+    finally:
+        if law is not None and own is not None:
+            extend(model, own)
+        elif law is not None and law_of(model) is not None:
+            restore(model)
+
+
+def about(model: Any, name: str, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a results file says of a model that is put under laws."""
+    return _about(model, name, {key: facts[key] for key in ("pretrained", "head_dim", "rope_theta")})
+
+
+def about_as_it_is(model: Any, name: str) -> dict[str, Any]:
+    """Return what a results file says of a model with its own rope settings or law."""
+    law = law_of(model)
+    config = model.config.get_text_config(decoder=True)
+    told = {
+        "pretrained": law.pretrained if law else getattr(config, "max_position_embeddings", None),
+        "rope": None if law else getattr(config, "rope_parameters", None),
+        "law": law.to_dict() if law else None,
+    }
+    return _about(model, name, told)
+
+
+def _about(model: Any, name: str, positions: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "name": name,
+        "architecture": type(model).__name__,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        **positions,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type,
+    }
