@@ -24,7 +24,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from rpe3d import Law, make_law
-from rpe3d.attention import Shared, attention
+from rpe3d.attention import Shared, attention, blocked
+from rpe3d.attention.problem import Prepared
+from rpe3d.attention.problem import check as problem
 from stamp import COLUMNS, stamp
 
 Rows = list[dict[str, Any]]
@@ -52,8 +54,21 @@ def vectors(
 
 
 def under(law: Law, impl: str = "blocked", **options: Any) -> Attention:
-    """Attention under a law, of vectors that stock RoPE has turned, as a function of q, k and v."""
-    return lambda q, k, v: attention(q, k, v, law, rotated=True, impl=impl, **options)[0]
+    """Return attention under a law, of vectors that stock RoPE has rotated, as a function of q, k and v.
+
+    Library calls are prepared once for vectors that look alike, as for the layers of a model.
+    """
+    if impl != "blocked":
+        return lambda q, k, v: attention(q, k, v, law, rotated=True, impl=impl, **options)[0]
+    made: dict[Any, Prepared] = {}
+
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        kind = tuple((x.shape, x.stride(), x.dtype, x.requires_grad) for x in (q, k, v))
+        if kind not in made:
+            made[kind] = blocked.prepare(problem(q, k, v, law, rotated=True, **options))
+        return made[kind](q, k, v, None)[0]
+
+    return layer
 
 
 def milliseconds(function: Callable[..., Any], *tensors: Tensor, repeat: int = 15) -> float:

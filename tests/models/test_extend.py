@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import rpe3d
-from conftest import FAMILIES
 from rpe3d import ConfigError
 from rpe3d.models.extend import check_savable
+from tiny_models import FAMILIES
 
 BOUNDED = {"chunk": 8, "window": 16, "reach": 32}
 CHANGED = [name for name in rpe3d.laws() if name not in ("rope", "linear", "ntk", "dynamic", "yarn")]

@@ -14,11 +14,11 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, StaticCache
 
 import rpe3d
-from conftest import make
 from rpe3d import ConfigError
 from rpe3d.attention import attention
 from rpe3d.models.carried import module_law
 from rpe3d.models.positions import _starts
+from tiny_models import make
 
 LAW = {"chunk": 8, "window": 16, "reach": 32}
 ORACLE = "oracle"

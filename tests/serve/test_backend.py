@@ -103,6 +103,6 @@ def test_the_backend_for_cuda_reads_pages_as_vllm_writes_them(name):
     impl.attend_far(None, query, cache, batch, output)
     for row, (place, n, t) in enumerate(zip(places, lengths, counts, strict=True)):
         q = query[place].transpose(0, 1)[None]
-        given = {"scale": 0.2, "turned": True, "query_positions": range(n - t, n), "key_positions": range(n)}
+        given = {"scale": 0.2, "rotated": True, "query_positions": range(n - t, n), "key_positions": range(n)}
         truth, _ = attention(q, k[row, None, :, :n], v[row, None, :, :n], made, impl="reference", **given)
         torch.testing.assert_close(output[place], truth[0].transpose(0, 1), rtol=0, atol=2e-5)

@@ -42,11 +42,6 @@ def positions_of(places: Places) -> Int[Tensor, " t"]:
     return torch.cat([torch.arange(run.start, run.stop) for run in places])
 
 
-def sharpness(fade: Fade, places: Places, device: torch.device, dtype: torch.dtype) -> Float[Tensor, " t"]:
-    """`Fade.sharpness` of queries at these positions."""
-    return fade.sharpness(positions_of(places)).to(device, dtype)
-
-
 class Tables:
     """cos and sin of turns, and of turns that also sharpen, for the layers of a forward; the last KEPT bytes are kept.
 
@@ -55,6 +50,7 @@ class Tables:
 
     def __init__(self) -> None:
         self.entries: OrderedDict[Any, tuple[Tensor, Table]] = OrderedDict()
+        self.sharp: dict[Any, Tensor] = {}
         self.bytes = 0
         self.lock = Lock()
 
@@ -84,14 +80,20 @@ class Tables:
                 self.bytes -= sum(part.nbytes for part in old)
         return found[1]
 
-    @staticmethod
+    def sharpness(self, fade: Fade, places: Places, device: torch.device, dtype: torch.dtype) -> Float[Tensor, " t"]:
+        """Return `Fade.sharpness` of queries at these positions: one number each, so all of them are kept."""
+        key = (fade, places, device, dtype)
+        if key not in self.sharp:
+            self.sharp[key] = fade.sharpness(positions_of(places)).to(device, dtype, non_blocking=True)
+        return self.sharp[key]
+
     def _made(
-        turn: Turn, fade: Fade | None, places: Places, back: bool, frequencies: Tensor, dtype: torch.dtype
+        self, turn: Turn, fade: Fade | None, places: Places, back: bool, frequencies: Tensor, dtype: torch.dtype
     ) -> Table:
         parts = [table(turn, run, frequencies, dtype) for run in places]
         cos, sin = parts[0] if len(parts) == 1 else (torch.cat(part) for part in zip(*parts, strict=True))
         sin = -sin if back else sin
         if fade is None:
             return cos, sin
-        sharp = sharpness(fade, places, frequencies.device, dtype)[:, None]
+        sharp = self.sharpness(fade, places, frequencies.device, dtype)[:, None]
         return sharp * cos, sharp * sin

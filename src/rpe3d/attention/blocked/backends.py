@@ -109,6 +109,7 @@ def laid_out(x: Float[Tensor, "b h t e"], q: Float[Tensor, "b h t d"]) -> Float[
 
     PyTorch keeps the plans of cuDNN's backward by the shapes and strides of q, k and v alone, and expects the rest to
     lie so. With an output that lies in another way it takes the plan of an earlier call, and the gradients are garbage.
+    The efficient backward expects the same, and returns garbage without any plan.
     """
     order = sorted(range(4), key=q.stride, reverse=True)
     inverse = sorted(range(4), key=order.__getitem__)
@@ -117,6 +118,10 @@ def laid_out(x: Float[Tensor, "b h t e"], q: Float[Tensor, "b h t d"]) -> Float[
 
 
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Forward:
+    if causal and (square := k.shape[2]) < q.shape[2]:  # flash aligns its triangle with the last row, not the first
+        upper = _flash_forward(q[:, :, :square], k, v, True, scale)
+        lower = _flash_forward(q[:, :, square:], k, v, False, scale)
+        return torch.cat([upper[0], lower[0]], 2), torch.cat([upper[1], lower[1]], 2)
     k, v, _ = _grouped(q, k, v)
     out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
     return out, lse
@@ -125,6 +130,12 @@ def _flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) 
 def _flash_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> Gradients:
+    if causal and (square := k.shape[2]) < q.shape[2]:
+        parts = [
+            _flash_backward(do[:, :, rows], q[:, :, rows], k, v, o[:, :, rows], lse[:, :, rows], whole, scale)
+            for rows, whole in ((slice(square), True), (slice(square, None), False))
+        ]
+        return torch.cat([parts[0][0], parts[1][0]], 2), parts[0][1] + parts[1][1], parts[0][2] + parts[1][2]
     k, v, group = _grouped(q, k, v)
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)
     dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
@@ -164,7 +175,19 @@ def _efficient_backward(
     padded = torch.nn.functional.pad(lse, (0, -lse.shape[2] % 32), value=torch.inf).contiguous()
     unused = torch.empty((), dtype=torch.int64, device=q.device)
     dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-        do, q, k, v, None, o, padded, unused, unused, 0.0, [True, True, True, False], causal, scale=scale
+        laid_out(do, q),
+        q,
+        k,
+        v,
+        None,
+        laid_out(o, q),
+        padded,
+        unused,
+        unused,
+        0.0,
+        [True, True, True, False],
+        causal,
+        scale=scale,
     )
     return dq, _summed(dk, group), _summed(dv, group)
 

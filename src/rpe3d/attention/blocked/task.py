@@ -17,7 +17,7 @@ from rpe3d.attention.blocked.schedule import Block, Call, Piece, schedule, skipp
 from rpe3d.config import freeze
 from rpe3d.geometry import Fade, Law, Region, Turn
 from rpe3d.rotation import rotate
-from rpe3d.rotation.table import Places, Tables, positions_of, sharpness
+from rpe3d.rotation.table import Places, Tables, positions_of
 
 LEAST_BACKWARD = 16384
 """Queries in a block of the backward, where the forward has fewer in its own."""
@@ -137,7 +137,9 @@ class Task:
         made = self._turned(x, region.query, region.fade, tokens, back)
         if (rest := 2 * len(self.frequencies)) < x.shape[3]:  # dimensions that do not turn
             precise = torch.promote_types(x.dtype, torch.float32)
-            made[..., rest:] = x[..., rest:] * sharpness(region.fade, self.at(tokens), x.device, precise)[:, None]
+            made[..., rest:] = (
+                x[..., rest:] * self.tables.sharpness(region.fade, self.at(tokens), x.device, precise)[:, None]
+            )
         return made
 
     def turn(self, x: Tensor, turn: Turn, tokens: range, *, back: bool = False) -> Tensor:
