@@ -37,7 +37,7 @@ CHUNKED = ("3d-rpe", "3d-rpe-definition", "3d-rpe-dual-chunk", "dca")
 
 
 def law_for(name, **changes):
-    own = {"pretrained": 128, "window": 70} if name == "streaming-llm" else {}
+    own = {"streaming-llm": {"pretrained": 128, "window": 70}, "self-extend": {"group": None}}.get(name, {})
     return small_law(name, **{"context": 1024} | own | changes)
 
 

@@ -90,3 +90,52 @@ def test_a_single_pair_which_cudnn_refuses_goes_to_flash_attention(monkeypatch):
 
 def test_calls_of_ever_new_shapes_go_where_no_plan_is_made():
     assert {name: without_plans(name) for name in BACKENDS} == {name: name for name in BACKENDS} | {"cudnn": "flash"}
+
+
+def test_flash_triangles_with_more_rows_than_keys_begin_at_the_first_row(monkeypatch):
+    """Flash aligns a triangle with its last row: with fewer keys than rows the first rows would see none of theirs."""
+
+    def scores(q, k, causal, scale):
+        score = q @ k.mT * scale
+        after = torch.ones_like(score, dtype=torch.bool).triu(1 + k.shape[2] - q.shape[2])
+        return score.masked_fill(after, -torch.inf) if causal else score
+
+    def forward(q, k, v, dropout, causal, mask, *, scale):
+        score = scores(q, k, causal, scale)
+        return score.softmax(-1) @ v, score.logsumexp(-1)
+
+    def backward(do, q, k, v, o, lse, _, __, rows, columns, dropout, causal, *___, scale):
+        weight = torch.exp(scores(q, k, causal, scale) - lse[..., None])
+        score = weight * (do @ v.mT - (do * o).sum(-1, keepdim=True)) * scale
+        return score @ k, score.mT @ q, weight.mT @ do
+
+    names = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward")
+    monkeypatch.setattr(library, "aten", SimpleNamespace(**dict(zip(names, (forward, backward), strict=True))))
+    q, do = (torch.randn(1, 2, 30, 8, dtype=torch.float64) for _ in range(2))
+    k, v = (torch.randn(1, 2, 4, 8, dtype=torch.float64) for _ in range(2))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    score = (leaves[0] @ leaves[1].mT * 0.3).masked_fill(torch.ones(30, 4, dtype=torch.bool).triu(1), -torch.inf)
+    truth = score.softmax(-1) @ leaves[2]
+    out, lse = BACKENDS["flash"].forward(q, k, v, True, 0.3)
+    torch.testing.assert_close(out, truth)
+    torch.testing.assert_close(lse, score.logsumexp(-1))
+    found = BACKENDS["flash"].backward(do, q, k, v, out, lse, True, 0.3)
+    for ours, exact in zip(found, torch.autograd.grad((truth * do).sum(), leaves), strict=True):
+        torch.testing.assert_close(ours, exact)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3)])
+def test_the_efficient_backward_is_given_an_output_whose_heads_lie_together(monkeypatch, order):
+    """PyTorch's kernel_backward.h has o_strideM = head_dim_value * num_heads, whatever the tensor's own stride is."""
+    given = []
+    monkeypatch.setattr(
+        library,
+        "aten",
+        SimpleNamespace(_scaled_dot_product_efficient_attention_backward=lambda *x, scale: given.append(x) or x[1:5]),
+    )
+    q, k, v, do, out = (torch.randn(2, 6, 40, 16) for _ in range(5))
+    lying = out.permute(order).contiguous().permute(sorted(range(4), key=order.__getitem__))
+    BACKENDS["efficient"].backward(do, q, k, v, lying, torch.zeros(2, 6, 40), True, 0.25)
+    seen = given[0][5]
+    assert torch.equal(seen, out)
+    assert seen.stride()[2:] == (6 * 16, 1)

@@ -109,7 +109,6 @@ def laid_out(x: Float[Tensor, "b h t e"], q: Float[Tensor, "b h t d"]) -> Float[
 
     PyTorch keeps the plans of cuDNN's backward by the shapes and strides of q, k and v alone, and expects the rest to
     lie so. With an output that lies in another way it takes the plan of an earlier call, and the gradients are garbage.
-    The efficient backward expects the same, and returns garbage without any plan.
     """
     order = sorted(range(4), key=q.stride, reverse=True)
     inverse = sorted(range(4), key=order.__getitem__)
@@ -171,23 +170,14 @@ def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: flo
 def _efficient_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> Gradients:
+    if o.stride(2) != o.shape[1] * o.shape[3]:  # its kernel takes for granted that all heads of a token lie together
+        o = o.transpose(1, 2).contiguous().transpose(1, 2)
     k, v, group = _grouped(q, k, v)
     padded = torch.nn.functional.pad(lse, (0, -lse.shape[2] % 32), value=torch.inf).contiguous()
     unused = torch.empty((), dtype=torch.int64, device=q.device)
+    wanted = [True, True, True, False]
     dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-        laid_out(do, q),
-        q,
-        k,
-        v,
-        None,
-        laid_out(o, q),
-        padded,
-        unused,
-        unused,
-        0.0,
-        [True, True, True, False],
-        causal,
-        scale=scale,
+        do, q, k, v, None, o, padded, unused, unused, 0.0, wanted, causal, scale=scale
     )
     return dq, _summed(dk, group), _summed(dv, group)
 
