@@ -6,12 +6,12 @@ READY  := $(VENV)/.ready
 OLDEST := .venv-oldest
 SERVE  := .venv-serve
 
-.PHONY: demo test test-gpu test-slow test-oldest test-serve check format clean
+.PHONY: demo test test-gpu test-oldest test-serve check format clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    the main job, on an embedded default"
-	@echo "make test    the tests      make test-slow    the long ones too"
+	@echo "make test    the tests"
 	@echo "make test-gpu     the tests of kernels, library calls and models on this machine's GPU"
 	@echo "make test-oldest  the tests of models, the survey and commands, on the oldest transformers that is supported"
 	@echo "make test-serve   the tests of serving, with vLLM on the CPU, in a venv of its own (4 GB)"
@@ -47,19 +47,16 @@ demo: $(READY)
 	$(BIN)/rpe3d demo --out demo
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest
 
-# What runs on the device where there is one. Without the jaxtyping of the other tests, as users run it.
+# What runs on a GPU where there is one.
 GPU_TESTS := tests/gpu tests/attention tests/rotation tests/models/test_layouts.py tests/models/test_devices.py tests/evaluate/test_origin.py
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest $(GPU_TESTS)
 
-test-slow: $(READY)
-	$(BIN)/python -m pytest
-
 test-oldest: $(OLDEST)/.ready
-	$(OLDEST)/bin/python -m pytest -m "not slow" tests/models tests/tools tests/cli
+	$(OLDEST)/bin/python -m pytest tests/models tests/tools tests/cli
 
 # Warnings are vLLM's own. One thread: on a busy machine the steps of tiny models would wait for the second.
 test-serve: $(SERVE)/.ready

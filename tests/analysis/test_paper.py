@@ -79,7 +79,7 @@ def test_figure_1d_falls_to_3_92_at_distance_913_and_again_in_every_chunk(decay)
 
 @pytest.mark.parametrize("distance", [10, 1279, 1500, 4321, 7999])
 def test_figure_1d_of_the_bounded_form_is_ropes_bound_at_the_position_shown(decay, distance):
-    """DESIGN 2.1 fact 5, with c = 256, w = 1280, R = 2048 and L = 8000: f by hand."""
+    """Fact 5 of docs/paper.md, with c = 256, w = 1280, R = 2048 and L = 8000: f by hand."""
     query, key = 7999, 7999 - distance
     a = query // 256 - key // 256
     slope = (2048 - 256 - 1280) / (8000 - 1280)

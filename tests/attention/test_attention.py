@@ -53,7 +53,7 @@ def plain_error(q, k, v, truth_dtype=torch.float64):
 
 
 def assert_as_good_as_plain(out, truth, q, k, v):
-    """The house rule: error <= 2 x the eager error, with a few roundings of the result as the floor."""
+    """Error <= 2 x the eager error, with a few roundings of the result as the floor."""
     assert not out.isnan().any()
     floor = 4 * torch.finfo(out.dtype).eps * truth.abs().max().item()
     assert (out.double() - truth).abs().max().item() <= 2 * plain_error(q, k, v) + floor
@@ -227,7 +227,7 @@ def test_gradcheck(name):
 
 
 def test_gradients_in_float32_are_as_good_as_the_eager_path_s():
-    """The house rule, on the same law: the specification in float32 is what one would write without blocks."""
+    """Twice its error at most, on the same law: the specification in float32 is what one would write without blocks."""
     law = law_for("3d-rpe")
     weight = torch.randn(2, 6, 75, 16, generator=torch.Generator().manual_seed(1))
 

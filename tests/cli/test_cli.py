@@ -1,4 +1,4 @@
-"""The command line: what goes where, what an error says, and that nothing is half written (DESIGN 3)."""
+"""The command line: what goes where, what an error says, and that nothing is half written."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def fails(capsys, *argv):
     [["--help"], ["--version"], ["demo", "--help"], ["train", "--help"], ["dmo"], ["demo", "--length", "8q"], []],
 )
 def test_help_and_usage_errors_do_not_load_torch(argv):
-    """STYLE: a verb loads torch only when it runs."""
+    """A verb loads torch only when it runs."""
     script = (
         "import sys\nfrom rpe3d.cli import main\n"
         "try:\n    code = main(sys.argv[1:])\nexcept SystemExit as stop:\n    code = stop.code or 0\n"

@@ -78,7 +78,7 @@ def test_a_law_with_a_relative_position_turns_every_plane_by_it(name):
 
 @pytest.mark.parametrize("name", laws())
 def test_a_law_survives_json(name):
-    """DESIGN section 4: config has a JSON round trip."""
+    """A law written to a file is the same law when it is read."""
     law = example(name)
     assert make_law(**json.loads(json.dumps(law.to_dict()))) == law
     assert hash(make_law(**law.to_dict())) == hash(law)

@@ -73,7 +73,7 @@ def test_a_config_beside_a_gguf_is_not_mixed_in(folder, gguf, llama):
     ids=["linear", "llama 3.1", "none", "unscaled"],
 )
 def test_scaling_that_is_lost_in_conversion_is_said_every_time(tmp_path, llama, fields, said):
-    """FINDINGS C.7: transformers drops `rope.scaling.*` of Llama GGUFs; Llama 3.1 has a tensor instead."""
+    """transformers drops `rope.scaling.*` of Llama GGUFs; Llama 3.1 has a tensor instead."""
     path = write_gguf(tmp_path / "scaled.gguf", llama, **fields)
     for _ in range(2):
         notes = [note for note in load(str(path)).notes if "scales its rotary frequencies" in note]
@@ -246,7 +246,7 @@ def default_cache(tmp_path_factory):
 
 
 def test_the_default_model_is_smollm2_and_speaks(default_cache, monkeypatch):
-    """DESIGN 3: Llama architecture, 8192 positions, rope_theta 100000; the oracle of the weights is its English."""
+    """Llama architecture, 8192 positions, rope_theta 100000; the oracle of the weights is its English."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(default_cache))
     load("default")
     monkeypatch.setattr(module, "_convert", lambda *_: pytest.fail("converted twice"))

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("cache")
 
 
 def test_importing_the_module_imports_no_transformers():
-    """STYLE: a verb loads what it needs when it runs."""
+    """A verb loads what it needs when it runs."""
     code = "import sys, rpe3d.models.load; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 

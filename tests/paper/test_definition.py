@@ -54,7 +54,7 @@ def test_h_perp_is_the_vector_of_supplement_b1():
 
 
 def test_definition_1_is_one_turn_by_psi(law):
-    """DESIGN 2.1: ψ = m θ_l + π/2 - φ_j; nothing leaves the plane of a pair (an erratum of the title's 3D)."""
+    """One rotation: ψ = m θ_l + π/2 - φ_j; nothing leaves the plane of a pair (an erratum of the title's 3D)."""
     h = torch.randn(40, DIM, dtype=torch.float64)
     psi = (POSITION % CHUNK)[:, None] * THETA + math.pi / 2 - phi(POSITION // CHUNK)[:, None]
     expected = torch.exp(1j * psi) * as_complex(h)

@@ -74,7 +74,7 @@ def hugging_face(q: Tensor, k: Tensor, angles: Tensor, interleaved: bool) -> tup
 
 
 def assert_as_good(ours: Tensor, eager: Tensor, exact: Tensor) -> None:
-    """House rule 3: error <= 2 x (eager error + rounding), where rounding is that of the truth in this type."""
+    """Error <= 2 x (eager error + rounding), where rounding is that of the truth in this type."""
     error, eager_error = (ours.double() - exact).abs().max(), (eager.double() - exact).abs().max()
     rounding = (exact.to(ours.dtype).double() - exact).abs().max()
     assert error <= 2 * (eager_error + rounding), f"{error:.3g} > 2 ({eager_error:.3g} + {rounding:.3g})"
@@ -134,7 +134,7 @@ def test_neighbouring_tokens_turn_differently_in_bfloat16():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @SHAPES
 def test_the_kernel_is_as_good_as_eager(b, hq, hk, t, d, pairs, dtype, interleaved, device, poisoned):
-    """House rule 3, forward and backward; the backward's truth is the conjugate rotation of the gradient."""
+    """At most twice the eager error, both ways; the backward's truth is the conjugate rotation of the gradient."""
     transposed = t != 17
     q, k = (vectors(b, h, t, d, dtype=dtype, device=device, transposed=transposed) for h in (hq, hk))
     angles = angles_for(b, t, pairs, device=device) if b > 1 else angles_for(t, pairs, device=device)
@@ -367,7 +367,7 @@ GOOD = {"q": (2, 4, 5, 16), "k": (2, 2, 5, 16), "cos": (5, 8), "sin": (5, 8)}
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_wrong_argument_is_refused_in_one_sentence(change, says):
-    """STYLE: one line that says the value, the rule and what to do, and never an error from inside torch."""
+    """One line that says the value, the rule and what to do, and never an error from inside torch."""
     arguments = {}
     for name, shape in GOOD.items():
         given = change.get(name)

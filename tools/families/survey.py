@@ -29,7 +29,7 @@ from rpe3d.config import ConfigError
 from rpe3d.models.extend import check_savable, extend, law_of, restore
 from tiny import CLOSE, CONTEXT, LAW, LONG, build, decoded, logits, near
 
-SHORT = LAW["window"] + LAW["chunk"]  # DESIGN 2.1 fact 1: up to w + c tokens 3D-RPE is RoPE
+SHORT = LAW["window"] + LAW["chunk"]  # fact 1 of docs/paper.md: up to w + c tokens 3D-RPE is RoPE
 SECONDS = 20
 VERDICTS = ("WRONG", "supported", "partly", "refused", "not tried")
 

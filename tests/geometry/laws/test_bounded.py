@@ -1,4 +1,4 @@
-"""Facts 1-6 of DESIGN 2.1 about bounded 3D-RPE, as properties over random parameters and positions."""
+"""The six facts of docs/paper.md about bounded 3D-RPE, as properties over random parameters and positions."""
 
 from __future__ import annotations
 
