@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
+import pickle
 from importlib import import_module
 
 import pytest
@@ -213,3 +215,15 @@ def test_a_law_needs_its_own_file_and_nothing_else(tmp_path, monkeypatch):
     found = package.found()
     assert list(found) == [*LAWS, "halved"]
     assert found["halved"].summary == "half"
+
+
+def test_what_a_law_keeps_stays_with_it_and_does_not_travel():
+    """Numbers on a device are made once for a law; a copy, a pickle and an equal law make their own."""
+    law, made = example("3d-rpe"), []
+    for _ in range(2):
+        assert law.kept("numbers", lambda: made.append(1) or len(made)) == 1
+    for other in (copy.deepcopy(law), pickle.loads(pickle.dumps(law)), example("3d-rpe")):
+        assert other == law
+        assert hash(other) == hash(law)
+        assert other.kept("numbers", lambda: "its own") == "its own"
+    assert law.kept("numbers", lambda: None) == 1

@@ -66,6 +66,10 @@ class Law(ABC):
             self._kept[key] = make()
         return self._kept[key]
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave behind what is kept: a copy, or another process, makes its own."""
+        return {**self.__dict__, "_kept": {}}
+
     def check(self) -> dict[str, Any]:
         """This law's own parameters, checked, with defaults filled in; {} for a law without any."""
         return {}
