@@ -27,8 +27,8 @@ ROUND, MOST_ROUNDED = 512, 4096
 class Ends(NamedTuple):
     """Where each of several sequences in a row begins, and the last one ends: of queries and of keys."""
 
-    rows: Int32[Tensor, " n+1"]
-    columns: Int32[Tensor, " n+1"]
+    rows: Int32[Tensor, " ends"]
+    columns: Int32[Tensor, " ends"]
     longest_row: int
     longest_column: int
 

@@ -105,7 +105,7 @@ def _index(spans: Sequence[range], tokens: int, device: torch.device) -> Int64[T
     return None if torch.equal(index, torch.arange(tokens)) else index.to(device)
 
 
-def _ends(lengths: Sequence[int], device: torch.device) -> Int32[Tensor, " n+1"]:
+def _ends(lengths: Sequence[int], device: torch.device) -> Int32[Tensor, " ends"]:
     return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
 
 

@@ -10,7 +10,7 @@ cache or over its pages; `plain` in plain PyTorch, wherever the kernel cannot. T
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _HAS_TRITON = find_spec("triton") is not None
 
 
+@runtime_checkable
 class Step(Protocol):
     """A prepared step, which says how it runs."""
 
