@@ -46,8 +46,11 @@ $(SERVE)/.ready: pyproject.toml Makefile
 demo: $(READY)
 	$(BIN)/rpe3d demo --out demo
 
+# Two processes with a thread each take half as long as one with two. WORKERS=0: one, as CI runs it.
+WORKERS ?= 2
+
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(if $(filter-out 0,$(WORKERS)),OMP_NUM_THREADS=1) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 # What runs on a GPU where there is one.
 GPU_TESTS := tests/gpu tests/attention tests/rotation tests/models/test_layouts.py tests/models/test_devices.py tests/evaluate/test_origin.py
