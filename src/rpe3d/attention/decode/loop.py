@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
-"""What the decoding kernels share, with pages (`paged_kernel`) and without (`decode_kernel`): the loop over the keys.
+"""What the decoding kernels share, with pages (`paged`) and without (`kernel`): the loop over the keys.
 
 The queries of all heads that share a key head are the rows of one tile, so that every key and value is read once. For
 one query row a region of a law is an interval of positions. The tiles of all regions, one after the other, are dealt
