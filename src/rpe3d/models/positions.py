@@ -92,13 +92,11 @@ class Layout:
             key, value = key[:, :, : self.keys_used], value[:, :, : self.keys_used]
         return query if self.query_slots is None else _picked(query, self.query_slots), key, value
 
-    def returned(self, out: Tensor, queries: int) -> Tensor:
-        """The output in the order of the queries as they were given; padding is zeros."""
-        if self.query_slots is not None:
-            index = self.query_slots[:, None, :, None].expand(-1, out.shape[1], -1, out.shape[3])
-            assert self.query_mask is not None
-            known = out * self.query_mask[:, None, :, None]  # slots of padding may come twice
-            out = out.new_zeros(*out.shape[:2], queries, out.shape[3]).scatter_add(2, index, known)
+    def returned(self, out: Tensor) -> Tensor:
+        """The output in the order of the queries as they were given."""
+        if self.query_slots is not None:  # all of them, in another order
+            index = self.query_slots[:, None, :, None].expand_as(out)
+            out = torch.zeros_like(out).scatter(2, index, out)
         return out if self.sound is None else torch.where(self.sound, out, torch.nan)
 
 

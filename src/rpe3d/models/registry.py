@@ -123,7 +123,7 @@ def attend(
         raise ConfigError(f"this attention is also given {strange}", "rpe3d cannot extend this model")
     if dropout:
         raise ConfigError(f"attention dropout is {dropout}", "set config.attention_dropout = 0")
-    kind, queries = query.device.type, query.shape[2]
+    kind = query.device.type
     if torch.is_autocast_enabled(kind):  # as SDPA under autocast: norms and tables of cos and sin make q and k float32
         query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
         with torch.autocast(kind, enabled=False):
@@ -139,7 +139,7 @@ def attend(
     solve = where.shared or attention
     given = {**where.arguments, "scale": scaling, "softcap": softcap, "sinks": s_aux, "rotated": True}
     out, _ = solve(query, key, value, law, **given)
-    return where.returned(out, queries).transpose(1, 2).contiguous(), None
+    return where.returned(out).transpose(1, 2).contiguous(), None
 
 
 def _stock(
