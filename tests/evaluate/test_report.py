@@ -16,10 +16,10 @@ import pytest
 import rpe3d
 from rpe3d.config import ConfigError
 from rpe3d.drawing.axes import spread
-from rpe3d.drawing.palette import STYLES, styles
 from rpe3d.evaluate.findings import findings
 from rpe3d.evaluate.plots import plots, smoothed
 from rpe3d.evaluate.report import write_report
+from rpe3d.geometry import LAWS, styles
 
 PRETRAINED = 1024
 VOID = {"meta", "path", "rect", "use", "br", "link"}
@@ -270,9 +270,8 @@ def test_names_from_the_results_are_text_never_markup(tmp_path):
 
 
 def test_a_law_has_the_same_colour_in_every_report_and_no_two_look_alike():
-    assert styles(["3d-rpe", "rope"])["3d-rpe"] == styles(["rope", "dca", "3d-rpe"])["3d-rpe"] == STYLES["3d-rpe"]
-    assert set(STYLES) == set(rpe3d.laws())
-    looks = styles([*STYLES, "tuned", "other"])
+    assert styles(["3d-rpe", "rope"])["3d-rpe"] == styles(["rope", "dca", "3d-rpe"])["3d-rpe"] == LAWS["3d-rpe"].style
+    looks = styles([*LAWS, "tuned", "other"])
     assert len({(style.colour, style.dash) for style in looks.values()}) == len(looks)
 
 
@@ -299,7 +298,7 @@ def lab(rgb):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_colour_blind_readers_can_tell_whole_lines_apart(scheme):
     """Ten times the difference in CIELAB that a trained eye just sees; dashed lines differ by their dash as well."""
-    whole = [linear(getattr(style.colour, scheme)) for style in STYLES.values() if not style.dash]
+    whole = [linear(getattr(style.colour, scheme)) for style in styles(LAWS).values() if not style.dash]
     for matrix in map(np.array, SEEN_BY.values()):
         places = [lab(matrix @ rgb) for rgb in whole]
         assert min(np.linalg.norm(a - b) for a, b in combinations(places, 2)) >= 23
@@ -311,7 +310,7 @@ def test_lines_stand_out_from_the_page_in_light_and_dark():
     def luminance(colour):
         return float(linear(colour) @ [0.2126, 0.7152, 0.0722])
 
-    for style in styles([*STYLES, "a", "b", "c", "d"]).values():
+    for style in styles([*LAWS, "a", "b", "c", "d"]).values():
         assert 1.05 / (luminance(style.colour.light) + 0.05) >= 3
         assert (luminance(style.colour.dark) + 0.05) / (luminance("#141417") + 0.05) >= 3
 

@@ -20,9 +20,9 @@ from rpe3d.drawing.palette import (
     ORANGE,
     PAGE,
     SOFT,
-    STYLES,
     Colour,
 )
+from rpe3d.geometry import LAWS
 
 HATCHES = ("", "", "////", "")
 """Of the kinds of pairs, so that unseen ones are told from others in a print without colours."""
@@ -66,7 +66,7 @@ def draw_decay(figure: Any, table: Table, paint: Paint) -> None:
         part = table.where(law=law)
         distance, bound = part.column("distance"), part.column("bound")
         plain(axes, paint)
-        axes.plot(distance, bound, color=paint(STYLES[law].colour), linewidth=0.6)
+        axes.plot(distance, bound, color=paint(LAWS[law].style.colour), linewidth=0.6)
         axes.axhline(FLOOR, color=paint(PAGE), linewidth=3)
         axes.axhline(FLOOR, color=paint(INK), linestyle=":", linewidth=1.5)
         axes.set_yscale("log")
@@ -88,10 +88,10 @@ def draw_interpolation(figure: Any, table: Table, paint: Paint) -> None:
     """Figure 1 (e)(f)."""
     left, right = figure.subplots(1, 2)
     shapes = {"linear": "o", "3d-rpe-definition": "s", "3d-rpe": "^"}
-    sizes = {law: (6, paint(STYLES[law].colour)) for law in shapes} | {"3d-rpe-definition": (13, "none")}
+    sizes = {law: (6, paint(LAWS[law].style.colour)) for law in shapes} | {"3d-rpe-definition": (13, "none")}
     for axes, law in ((left, "linear"), (right, "3d-rpe-definition"), (right, "3d-rpe")):
         part = table.where(law=law)
-        x, style = part.column("context"), STYLES[law]
+        x, style = part.column("context"), LAWS[law].style
         line(axes, paint, style, x, part.column("within"))
         size, fill = sizes[law]
         axes.plot(x, part.column("within"), shapes[law], color=fill, markeredgecolor=paint(style.colour), ms=size)
@@ -200,12 +200,14 @@ def draw_positions(figure: Any, table: Table, paint: Paint) -> None:
     """Small multiples, one law each; stock RoPE in all of them as the line to compare with."""
     laws = table.kinds("law")
     pretrained, context = table.column("pretrained")[0], max(table.column("distance")) + 1
-    every = figure.subplots(3, 5, sharex=True, sharey=True).flatten()
-    for axes, law in zip(every, laws, strict=True):
+    every = figure.subplots(math.ceil(len(laws) / 5), 5, sharex=True, sharey=True).flatten()
+    for axes in every[len(laws) :]:
+        axes.set_visible(False)
+    for axes, law in zip(every, laws, strict=False):
         plain(axes, paint)
         axes.axhspan(0, pretrained, color=paint(BAND), linewidth=0, zorder=0)
         axes.axhline(0, color=paint(SOFT), linewidth=0.6)
-        part, style = table.where(law=law), STYLES[law]
+        part, style = table.where(law=law), LAWS[law].style
         x = part.column("distance")
         axes.plot([0, context], [0, context], color=paint(SOFT), linewidth=0.7)
         fastest, slowest = (

@@ -1,1 +1,1 @@
-"""How things look: the colours of laws, and what plots share. Knows nothing of laws but their names."""
+"""How things look: colours, and what plots share. Knows nothing of laws."""

@@ -1,4 +1,4 @@
-"""Colours of the plots and the page: a law's colour and dash belong to the law, never to its rank.
+"""Colours of the plots and the page, from which every law chooses its own colour and dash (`Law.style`).
 
 Laws of one kind share a colour, or nearly, and differ in their dash. Colours differ in lightness as well as in hue, so
 that colour-blind readers can tell them apart, and each has a form for light pages and one for dark ones.
@@ -6,7 +6,6 @@ that colour-blind readers can tell them apart, and each has a form for light pag
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 
@@ -44,39 +43,14 @@ KIND_COLOURS = (GREEN, SKY, ORANGE, GRID)
 """What becomes of a pair: exact, compressed, unseen, not attended to."""
 
 DASHED, DOTTED = (5.0, 2.0), (1.2, 1.6)
-STYLES = {
-    "rope": Style(INK),
-    "linear": Style(SKY),
-    "ntk": Style(BLUE, DASHED),
-    "dynamic": Style(BLUE, DOTTED),
-    "yarn": Style(BLUE),
-    "3d-rpe": Style(ORANGE, width=2.2),
-    "3d-rpe-definition": Style(ORANGE, DOTTED),
-    "3d-rpe-dual-chunk": Style(ORANGE, DASHED),
-    "dca": Style(BROWN),
-    "self-extend": Style(GREEN),
-    "rerope": Style(PINK),
-    "leaky-rerope": Style(PINK, DASHED),
-    "streaming-llm": Style(GREY, DASHED),
-    "string": Style(BROWN, DASHED),
-    "dpe": Style(GREEN, DASHED),
-}
+OWN = Style(ORANGE, width=2.2)
+"""The line of 3D-RPE, which this project is about."""
 OTHERS = (Style(PURPLE, width=2.2), Style(TEAL, width=2.2), Style(OLIVE, width=2.2), Style(GREY))
-COLOURS = tuple(
-    dict.fromkeys(
-        [INK, SOFT, GRID, BAND, HIT, MISS, ON_HIT, ON_MISS] + [style.colour for style in (*STYLES.values(), *OTHERS)]
-    )
-)
-
-
-def styles(laws: Iterable[str]) -> dict[str, Style]:
-    """A style for every law; a law file's label takes one of its own, in the order in which labels were asked for."""
-    chosen, free = {}, list(OTHERS)
-    for law in laws:
-        chosen[law] = STYLES[law] if law in STYLES else free.pop(0) if len(free) > 1 else free[0]
-    return chosen
+"""Lines of labels that are not the name of a law, such as those of law files."""
+COLOURS = (PAGE, INK, SOFT, GRID, BAND, HIT, MISS, ON_HIT, ON_MISS)
+"""What a page is painted with besides the lines of its laws."""
 
 
 def variable(colour: Colour) -> str:
-    """The name of a colour's CSS variable."""
-    return f"--c{COLOURS.index(colour)}"
+    """Return the name of a colour's CSS variable."""
+    return f"--{colour.light[1:]}-{colour.dark[1:]}"

@@ -18,8 +18,8 @@ import torch
 
 from rpe3d.config import ConfigError
 from rpe3d.drawing.axes import RC, TEXT, Paint, boldest_last, labels, line, plain, short, tokens
-from rpe3d.drawing.palette import BAND, COLOURS, HIT, INK, MISS, ON_HIT, ON_MISS, SOFT, Style, styles, variable
-from rpe3d.geometry import Law, make_law
+from rpe3d.drawing.palette import BAND, HIT, INK, MISS, ON_HIT, ON_MISS, SOFT, Colour, Style, variable
+from rpe3d.geometry import Law, make_law, styles
 
 Results = Mapping[str, Any]
 Row = Mapping[str, Any]
@@ -247,15 +247,19 @@ def svg(panel: Panel, identity: str) -> str:
     import matplotlib
     from matplotlib.figure import Figure
 
-    codes = {colour: f"#0{i:02x}abc" for i, colour in enumerate(COLOURS)}  # colours nobody would choose
+    codes: dict[Colour, str] = {}
+
+    def paint(colour: Colour) -> str:
+        return codes.setdefault(colour, f"#0{len(codes):02x}abc")  # colours nobody would choose
+
     with matplotlib.rc_context({**RC, "svg.hashsalt": identity}):
         figure = Figure(figsize=(panel.size[0] / 72, panel.size[1] / 72), layout="constrained")
         figure.patch.set_visible(False)
         axes = figure.subplots()
         axes.patch.set_visible(False)
-        plain(axes, codes.__getitem__)
-        panel.draw(axes, codes.__getitem__)
-        axes.xaxis.label.set_color(codes[SOFT])
+        plain(axes, paint)
+        panel.draw(axes, paint)
+        axes.xaxis.label.set_color(paint(SOFT))
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata={"Date": None})
     text = file.getvalue()

@@ -16,12 +16,13 @@ from markupsafe import Markup
 
 from rpe3d.config import ConfigError
 from rpe3d.drawing.axes import short
-from rpe3d.drawing.palette import COLOURS, Style, styles, variable
+from rpe3d.drawing.palette import COLOURS, Style, variable
 from rpe3d.evaluate.findings import findings, number
 from rpe3d.evaluate.plots import Plot, plots, png, svg
 from rpe3d.evaluate.tables import rows_csv, tables
 from rpe3d.evaluate.web import page
 from rpe3d.files import refusing, write_all
+from rpe3d.geometry import styles
 
 Results = Mapping[str, Any]
 Row = Mapping[str, Any]
@@ -91,7 +92,7 @@ def _page(results: Results, drawn: list[Plot]) -> str:
     making = {"model": model, "settings": settings, "versions": results["versions"]}
     return page(
         "compare",
-        _variables(),
+        _variables(looks),
         title="laws compared",
         model=model,
         about=f"{model['name']} · {model['architecture']} · {size} · pretrained on {short(model['pretrained'])} tokens",
@@ -115,9 +116,11 @@ def _unbroken(sentence: str, laws: Iterable[str]) -> Markup:
     return Markup(re.sub(f"(?<![\\w-])({names})(?![\\w-])", r'<span class="law">\1</span>', escape(sentence)))
 
 
-def _variables() -> str:
-    light = "".join(f"{variable(colour)}:{colour.light};" for colour in COLOURS)
-    dark = "".join(f"{variable(colour)}:{colour.dark};" for colour in COLOURS)
+def _variables(looks: Mapping[str, Style]) -> str:
+    """Return the CSS variables of the page's colours, for light and dark."""
+    colours = dict.fromkeys([*COLOURS, *(style.colour for style in looks.values())])
+    light = "".join(f"{variable(colour)}:{colour.light};" for colour in colours)
+    dark = "".join(f"{variable(colour)}:{colour.dark};" for colour in colours)
     return f":root{{{light}}}@media (prefers-color-scheme:dark){{:root{{{dark}}}}}"
 
 

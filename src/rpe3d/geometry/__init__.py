@@ -2,7 +2,7 @@
 
 from rpe3d.geometry.law import Law
 from rpe3d.geometry.region import Fade, PairTurns, Phase, Region, Turn
-from rpe3d.geometry.registry import DEFAULT, LAWS, LawInfo, laws, make_law
+from rpe3d.geometry.registry import DEFAULT, LAWS, LawInfo, laws, make_law, styles
 from rpe3d.geometry.spec import LawSpec
 from rpe3d.geometry.theory import (
     bloch_state,
@@ -32,4 +32,5 @@ __all__ = [
     "relative_position_matrix",
     "resolution",
     "score_bound",
+    "styles",
 ]

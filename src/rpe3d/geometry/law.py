@@ -14,6 +14,7 @@ from jaxtyping import Float64, Int
 from torch import Tensor
 
 from rpe3d.config import ConfigError, Rotary, freeze, whole
+from rpe3d.drawing.palette import OWN, Style
 from rpe3d.geometry.frequencies import model_attention_scaling, model_frequencies
 from rpe3d.geometry.region import STOCK, Region, Turn
 
@@ -29,6 +30,9 @@ class Law(ABC):
 
     name: ClassVar[str]
     summary: ClassVar[str]
+    style: ClassVar[Style] = OWN
+    """How the law's lines look wherever they are drawn: its colour, dash and width."""
+
     single_position: ClassVar[bool] = True
     """Whether the angle of every plane is θ_l f with one relative position f (`relative_position`)."""
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rpe3d.config import Rotary, Scaling, choice, known_keys, make_scaling
+from rpe3d.drawing.palette import OTHERS, Style
 from rpe3d.geometry.law import Law
 from rpe3d.geometry.laws import found
 
@@ -26,6 +27,14 @@ class LawInfo:
 def laws() -> dict[str, LawInfo]:
     """All laws: name -> one-line description and parameters."""
     return {name: LawInfo(law.summary, law.parameters()) for name, law in LAWS.items()}
+
+
+def styles(labels: Iterable[str]) -> dict[str, Style]:
+    """Return how each label is drawn: as the law of that name, or in one of the free styles, in the order given."""
+    chosen, free = {}, list(OTHERS)
+    for label in labels:
+        chosen[label] = LAWS[label].style if label in LAWS else free.pop(0) if len(free) > 1 else free[0]
+    return chosen
 
 
 def make_law(

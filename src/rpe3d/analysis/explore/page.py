@@ -13,7 +13,8 @@ from typing import Any
 
 from rpe3d.analysis.explore.answer import MODEL, SLIDERS, about_laws, answer
 from rpe3d.analysis.shown import KINDS
-from rpe3d.drawing.palette import KIND_COLOURS, STYLES, styles
+from rpe3d.drawing.palette import KIND_COLOURS
+from rpe3d.geometry import LAWS, styles
 
 START: dict[str, Any] = {"pretrained": 8192, "context": 65536, "head_dim": 64, "rope_theta": 100000}
 Stops = Mapping[str, list[int]]
@@ -103,7 +104,7 @@ def _page(setup: Mapping[str, Any]) -> str:
         (folder / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", *SCRIPTS)
     )
     script = "\n".join(scripts)
-    names = [*STYLES, *((setup["measured"] or {}).get("laws") or ())]
+    names = [*LAWS, *((setup["measured"] or {}).get("laws") or ())]
     looks = {
         name: {"light": look.colour.light, "dark": look.colour.dark, "dash": look.dash, "width": look.width}
         for name, look in styles(dict.fromkeys(names)).items()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rpe3d.config import ConfigError, whole
+from rpe3d.drawing.palette import BROWN, Style
 from rpe3d.geometry.law import Law, parameter
 from rpe3d.geometry.region import Phase, Region, Turn
 
@@ -20,6 +21,7 @@ class Dca(Law):
 
     name: ClassVar[str] = "dca"
     summary: ClassVar[str] = "dual chunk attention (ChunkLlama): chunks restart, far queries stand at one position"
+    style: ClassVar[Style] = Style(BROWN)
 
     chunk: int = parameter(None, "tokens in a chunk, c; default window - pretrained / 16")
     window: int = parameter(None, "the largest position shown, w; default 3/4 of pretrained")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rpe3d.config import whole
+from rpe3d.drawing.palette import DOTTED, ORANGE, Style
 from rpe3d.geometry.phased import Phased
 from rpe3d.geometry.region import Phase, Region, Turn
 
@@ -20,6 +21,7 @@ class Definition(Phased):
 
     name: ClassVar[str] = "3d-rpe-definition"
     summary: ClassVar[str] = "3D-RPE to the letter of Definition 1: offsets restart, chunks differ by a phase"
+    style: ClassVar[Style] = Style(ORANGE, DOTTED)
 
     def check(self) -> dict[str, Any]:
         if self.chunk is None:

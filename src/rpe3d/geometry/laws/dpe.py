@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rpe3d.config import ConfigError, whole
+from rpe3d.drawing.palette import DASHED, GREEN, Style
 from rpe3d.geometry.law import parameter
 from rpe3d.geometry.laws.self_extend import default_group
 from rpe3d.geometry.region import Region, Turn, by_pair
@@ -32,6 +33,7 @@ class Dpe(Window):
 
     name: ClassVar[str] = "dpe"
     summary: ClassVar[str] = "DPE: Self-Extend with groups of its own for each part of the pairs of dimensions"
+    style: ClassVar[Style] = Style(GREEN, DASHED)
     single_position: ClassVar[bool] = False
 
     window: int = parameter(None, "distances below this are exact RoPE; default 1024, or pretrained / 8 where less")

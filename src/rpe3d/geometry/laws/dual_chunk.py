@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from rpe3d.drawing.palette import DASHED, ORANGE, Style
 from rpe3d.geometry.law import parameter
 from rpe3d.geometry.laws.dca import check_dual_chunk, dual_chunk_regions
 from rpe3d.geometry.phased import Phased
@@ -21,6 +22,7 @@ class DualChunk(Phased):
 
     name: ClassVar[str] = "3d-rpe-dual-chunk"
     summary: ClassVar[str] = "3D-RPE as its authors' code computes it: dual chunk attention with a chunk phase"
+    style: ClassVar[Style] = Style(ORANGE, DASHED)
 
     chunk: int = parameter(None, "tokens in a chunk, c; default window - pretrained / 16")
     window: int = parameter(None, "the largest position shown, w; default 3/4 of pretrained")

@@ -13,6 +13,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from rpe3d.config import real, whole
+from rpe3d.drawing.palette import BLUE, DOTTED, Style
 from rpe3d.geometry.frequencies import ntk_base, plain, refuse_scaling
 from rpe3d.geometry.law import parameter
 from rpe3d.geometry.laws.rope import Rope
@@ -24,6 +25,7 @@ class Dynamic(Rope):
 
     name: ClassVar[str] = "dynamic"
     summary: ClassVar[str] = "dynamic NTK: the base grows with the tokens seen, stock up to the pretrained length"
+    style: ClassVar[Style] = Style(BLUE, DOTTED)
     single_position: ClassVar[bool] = False
     grows: ClassVar[bool] = True
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rpe3d.config import real
+from rpe3d.drawing.palette import DASHED, PINK, Style
 from rpe3d.geometry.law import parameter
 from rpe3d.geometry.region import Region, Turn
 from rpe3d.geometry.windowed import Window, used_length
@@ -20,6 +21,7 @@ class LeakyReRope(Window):
 
     name: ClassVar[str] = "leaky-rerope"
     summary: ClassVar[str] = "Leaky ReRoPE: exact window, farther distances grow at a small slope"
+    style: ClassVar[Style] = Style(PINK, DASHED)
 
     slope: float = parameter(None, "growth per token beyond the window; default: reaches 5/8 L_p at the context")
 

@@ -8,6 +8,7 @@ from typing import ClassVar
 from jaxtyping import Float64
 from torch import Tensor
 
+from rpe3d.drawing.palette import SKY, Style
 from rpe3d.geometry.laws.rope import Rope
 
 
@@ -17,6 +18,7 @@ class Linear(Rope):
 
     name: ClassVar[str] = "linear"
     summary: ClassVar[str] = "position interpolation (PI): positions squeezed into the pretrained length"
+    style: ClassVar[Style] = Style(SKY)
 
     def frequencies(self, length: int | None = None) -> Float64[Tensor, " l"]:
         return self.model_frequencies() / self.factor

@@ -9,6 +9,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from rpe3d.config import real
+from rpe3d.drawing.palette import BLUE, DASHED, Style
 from rpe3d.geometry.frequencies import ntk_base, plain, refuse_scaling
 from rpe3d.geometry.law import parameter
 from rpe3d.geometry.laws.rope import Rope
@@ -20,6 +21,7 @@ class Ntk(Rope):
 
     name: ClassVar[str] = "ntk"
     summary: ClassVar[str] = "NTK-aware base: slow pairs stretched, fast ones kept"
+    style: ClassVar[Style] = Style(BLUE, DASHED)
     single_position: ClassVar[bool] = False
 
     alpha: float = parameter(None, "stretch of the slowest pair; default context / pretrained")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from rpe3d.drawing.palette import PINK, Style
 from rpe3d.geometry.laws.leaky_rerope import leaky_regions
 from rpe3d.geometry.region import Region
 from rpe3d.geometry.windowed import Window
@@ -16,6 +17,7 @@ class ReRope(Window):
 
     name: ClassVar[str] = "rerope"
     summary: ClassVar[str] = "ReRoPE: exact window, all farther keys at one distance"
+    style: ClassVar[Style] = Style(PINK)
 
     @property
     def regions(self) -> tuple[Region, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from rpe3d.drawing.palette import INK, Style
 from rpe3d.geometry.law import Law
 from rpe3d.geometry.region import Region
 
@@ -15,6 +16,7 @@ class Rope(Law):
 
     name: ClassVar[str] = "rope"
     summary: ClassVar[str] = "plain RoPE: the stock model, at any length"
+    style: ClassVar[Style] = Style(INK)
     needs_attention: ClassVar[bool] = False
 
     @property

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rpe3d.config import ConfigError, whole
+from rpe3d.drawing.palette import GREEN, Style
 from rpe3d.geometry.law import parameter
 from rpe3d.geometry.region import Region, Turn
 from rpe3d.geometry.windowed import Window, used_length
@@ -21,6 +22,7 @@ class SelfExtend(Window):
 
     name: ClassVar[str] = "self-extend"
     summary: ClassVar[str] = "Self-Extend: exact window, far positions floored to groups"
+    style: ClassVar[Style] = Style(GREEN)
 
     group: int = parameter(None, "tokens that share a far position, G; default: the fewest that stay below 5/8 L_p")
 

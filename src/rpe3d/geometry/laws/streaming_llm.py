@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rpe3d.config import LONGEST, ConfigError, whole
+from rpe3d.drawing.palette import DASHED, GREY, Style
 from rpe3d.geometry.law import parameter
 from rpe3d.geometry.region import Region, Turn
 from rpe3d.geometry.windowed import Window
@@ -20,6 +21,7 @@ class StreamingLlm(Window):
 
     name: ClassVar[str] = "streaming-llm"
     summary: ClassVar[str] = "StreamingLLM: the last tokens and the first few (sinks), nothing between"
+    style: ClassVar[Style] = Style(GREY, DASHED)
 
     window: int = parameter(None, "last tokens that are seen; default pretrained / 2 - sinks")
     sinks: int = parameter(None, "first tokens that are always seen; default 4")

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rpe3d.config import real, whole
+from rpe3d.drawing.palette import BROWN, DASHED, Style
 from rpe3d.geometry.law import Law, parameter
 from rpe3d.geometry.region import Region, Turn
 
@@ -25,6 +26,7 @@ class String(Law):
 
     name: ClassVar[str] = "string"
     summary: ClassVar[str] = "STRING: exact up to a distance, farther pairs shifted down to positions seen more often"
+    style: ClassVar[Style] = Style(BROWN, DASHED)
 
     shift: int = parameter(
         None, "distances below this are exact RoPE, S; default context - 0.67 L_p, or half of the context where less"

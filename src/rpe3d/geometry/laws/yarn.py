@@ -9,6 +9,7 @@ from jaxtyping import Float64
 from torch import Tensor
 
 from rpe3d.config import YarnScaling
+from rpe3d.drawing.palette import BLUE, Style
 from rpe3d.geometry.frequencies import refuse_scaling, yarn
 from rpe3d.geometry.law import parameter
 from rpe3d.geometry.laws.rope import Rope
@@ -20,6 +21,7 @@ class Yarn(Rope):
 
     name: ClassVar[str] = "yarn"
     summary: ClassVar[str] = "YaRN: slow pairs interpolated, fast ones kept, softmax temperature"
+    style: ClassVar[Style] = Style(BLUE)
     single_position: ClassVar[bool] = False
 
     beta_fast: float = parameter(32.0, "pairs that turn more often than this in the pretrained length are kept")
