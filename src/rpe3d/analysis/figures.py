@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +11,7 @@ from rpe3d.analysis import draw, draw_sphere, ours, paper
 from rpe3d.analysis.table import Table
 from rpe3d.drawing.axes import RC, Paint
 from rpe3d.drawing.palette import PAGE
+from rpe3d.drawing.web import page
 from rpe3d.files import refusing, write_bytes
 
 SCHEMES = ("light", "dark")
@@ -69,7 +69,7 @@ def files(names: Iterable[str]) -> Iterator[tuple[str, bytes]]:
             for form in ("svg", "png"):
                 ending = "" if scheme == "light" else f"-{scheme}"
                 yield f"{name}{ending}.{form}", picture(figure, table, scheme, form)
-    yield "index.html", _page(tables).encode()
+    yield "index.html", page("rpe3d.analysis", "figures", title="3D-RPE in figures", tables=tables).encode()
 
 
 def write_figures(folder: Path, names: Iterable[str], progress: Callable[[str], object] = str) -> list[Path]:
@@ -82,28 +82,3 @@ def write_figures(folder: Path, names: Iterable[str], progress: Callable[[str], 
         written.append(path)
         progress(name)
     return written
-
-
-def _page(tables: Mapping[str, Table]) -> str:
-    figures = "".join(
-        f'<figure id="{name}"><h2>{escape(table.title)}</h2><picture>'
-        f'<source srcset="{name}-dark.svg" media="(prefers-color-scheme: dark)">'
-        f'<img src="{name}.svg" alt="{escape(table.caption)}"></picture>'
-        f'<figcaption>{escape(table.caption)} <a href="{name}.csv">{name}.csv</a></figcaption></figure>'
-        for name, table in tables.items()
-    )
-    return f"""<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark"><title>3D-RPE in figures</title><style>{CSS}</style></head>
-<body><h1>3D-RPE in figures</h1>{figures}</body></html>
-"""
-
-
-CSS = f"""
-:root{{--page:{PAGE.light};--ink:#1d1d1f;--soft:#6b6b70}}
-@media (prefers-color-scheme:dark){{:root{{--page:{PAGE.dark};--ink:#f0f0f2;--soft:#a0a0a8}}}}
-body{{margin:0 auto;max-width:960px;padding:24px 16px 64px;background:var(--page);color:var(--ink);
-font:16px/1.5 system-ui,sans-serif}}
-figure{{margin:48px 0}}h2{{font-size:19px;margin:0 0 12px}}img{{max-width:100%;height:auto}}
-figcaption{{color:var(--soft);font-size:14px;max-width:68ch;margin-top:8px}}a{{color:inherit}}
-"""

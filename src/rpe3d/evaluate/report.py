@@ -17,10 +17,10 @@ from markupsafe import Markup
 from rpe3d.config import ConfigError
 from rpe3d.drawing.axes import short
 from rpe3d.drawing.palette import COLOURS, Style, variable
+from rpe3d.drawing.web import page
 from rpe3d.evaluate.findings import findings, number
 from rpe3d.evaluate.plots import Plot, plots, png, svg
 from rpe3d.evaluate.tables import rows_csv, tables
-from rpe3d.evaluate.web import page
 from rpe3d.files import refusing, write_all
 from rpe3d.geometry import styles
 
@@ -91,10 +91,10 @@ def _page(results: Results, drawn: list[Plot]) -> str:
     settings = {name: value for name, value in results["settings"].items() if name != "given"}  # as parameters
     making = {"model": model, "settings": settings, "versions": results["versions"]}
     return page(
+        "rpe3d.evaluate",
         "compare",
         _variables(looks),
-        title="laws compared",
-        model=model,
+        title=f"{model['name']}: laws compared",
         about=f"{model['name']} · {model['architecture']} · {size} · pretrained on {short(model['pretrained'])} tokens",
         headline=_unbroken(headline, looks),
         others=[_unbroken(sentence, looks) for sentence in others],
@@ -193,8 +193,9 @@ def _eval_page(results: Results) -> str:
         for task, parts in results["data"].items()
     }
     return page(
+        "rpe3d.evaluate",
         "eval",
-        title="evaluation",
+        title=f"{model['name']}: evaluation",
         model=model,
         about=f"{model['architecture']} · {size} · {model['dtype']} · {model['device']}",
         tables=tables(results),
