@@ -8,7 +8,8 @@ import pytest
 
 from rpe3d.config import ConfigError
 from rpe3d.geometry import make_law
-from rpe3d.train.merging import adapter_base, adapter_law
+from rpe3d.models.adapters import adapter_law
+from rpe3d.train.merging import adapter_base
 
 
 def test_the_law_and_the_base_are_read_from_the_adapter(tmp_path):

@@ -7,7 +7,7 @@ import re
 import shlex
 import sys
 from argparse import ArgumentTypeError, Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -132,6 +132,12 @@ def folder(option: str, path: Path) -> Path:
     except OSError as error:
         raise ConfigError(f"cannot make the folder {path}: {error.strerror}", f"give {option} another one") from None
     return path
+
+
+def write_json(option: str, path: Path, content: Mapping[str, Any]) -> None:
+    """Write JSON to the file that an option names, whole or not at all."""
+    with replacing(option, path) as unfinished:
+        unfinished.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
 @contextmanager

@@ -5,13 +5,12 @@ The JSON is {"schema": 1, "kind": "bench", "command", "model", "versions", "rows
 
 from __future__ import annotations
 
-import json
 import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
-from rpe3d.cli.arguments import command_line, laws, need, replacing, size
+from rpe3d.cli.arguments import command_line, laws, need, size, write_json
 from rpe3d.cli.compare import add_model_arguments, load_model, progress_bar
 from rpe3d.config import whole
 
@@ -53,8 +52,7 @@ def run(arguments: Namespace) -> int:
     if arguments.json is not None:
         content = {"schema": 1, "kind": "bench", "command": command_line()}
         content |= {"model": about(loaded.model, arguments.model, known), "versions": versions(), "rows": rows}
-        with replacing("--json", arguments.json) as unfinished:
-            unfinished.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        write_json("--json", arguments.json, content)
         print(f"wrote {arguments.json}", file=sys.stderr)
     return 0
 

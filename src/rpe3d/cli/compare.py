@@ -29,11 +29,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--lengths", metavar="N,N", type=sizes, default=LENGTHS, help=f"tokens in a window; default {LENGTHS}")
     add_text_arguments(parser)
     add("--measures", metavar="M,M", default="ppl,copy,passkey", help="some of ppl,copy,passkey; default all")
-    add("--protocol", default="windows", help="perplexity: windows (default), overlap_mean or sliding_new_tokens")
-    add("--windows", metavar="N", type=int, help="windows of text in a row; default 4, in the other protocols all")
-    add("--copies", metavar="N", type=int, default=4, help="copy trials in a row; default 4")
-    add("--passkeys", metavar="N", type=int, default=10, help="passkeys in a row; default 10")
-    add("--seed", metavar="N", type=int, default=0, help="of copies and passkeys; default 0")
+    add_probe_arguments(parser)
     add("--batch", metavar="N", type=int, default=1, help="windows, or copies, in one forward; default 1")
     add_model_arguments(parser)
     add("--json", metavar="FILE", type=Path, help="keep the rows here; the same command goes on where it stopped")
@@ -52,6 +48,16 @@ def add_text_arguments(parser: ArgumentParser) -> None:
         default=[],
         help="UTF-8 texts, plain or as .xz, .gz, .bz2; default: the Python language reference of this Python",
     )
+
+
+def add_probe_arguments(parser: ArgumentParser) -> None:
+    """Add how much of each probe is measured."""
+    add = parser.add_argument
+    add("--protocol", default="windows", help="perplexity: windows (default), overlap_mean or sliding_new_tokens")
+    add("--windows", metavar="N", type=int, help="windows of text in a row; default 4, in the other protocols all")
+    add("--copies", metavar="N", type=int, default=4, help="copy trials in a row; default 4")
+    add("--passkeys", metavar="N", type=int, default=10, help="passkeys in a row; default 10")
+    add("--seed", metavar="N", type=int, default=0, help="of copies and passkeys; default 0")
 
 
 def add_model_arguments(parser: ArgumentParser) -> None:

@@ -9,14 +9,13 @@ Exit codes: 0 where the machine was described or the model can be extended, 1 wh
 
 from __future__ import annotations
 
-import json
 import platform
 from argparse import ArgumentParser, Namespace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from rpe3d.cli.arguments import need, replacing
+from rpe3d.cli.arguments import need, write_json
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -45,9 +44,7 @@ def run(arguments: Namespace) -> int:
     rows = [row for device, dtype in devices.items() for row in _choices(device, dtype)]
     model = _examine(arguments) if arguments.model else None
     if arguments.json is not None:
-        text = json.dumps({"schema": 1, "machine": machine, "model": model, "rows": rows}, indent=2)
-        with replacing("--json", arguments.json) as unfinished:
-            unfinished.write_text(text + "\n", encoding="utf-8")
+        write_json("--json", arguments.json, {"schema": 1, "machine": machine, "model": model, "rows": rows})
     if model is not None:
         _print_pairs(model)
     else:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rpe3d.cli.arguments import kept, laws, need, results_file, sizes
-from rpe3d.cli.compare import add_model_arguments, add_text_arguments, load_model, progress_bar
+from rpe3d.cli.compare import add_model_arguments, add_probe_arguments, add_text_arguments, load_model, progress_bar
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -34,11 +34,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         default="upstream",
         help="authors: LongBench's code tasks as chats, too, as the 3D-RPE authors have it",
     )
-    add("--protocol", default="windows", help="perplexity: windows (default), overlap_mean or sliding_new_tokens")
-    add("--windows", metavar="N", type=int, help="windows for ppl; default 4, in the other protocols all")
-    add("--copies", metavar="N", type=int, default=4, help="copy trials; default 4")
-    add("--passkeys", metavar="N", type=int, default=10, help="passkeys; default 10")
-    add("--seed", metavar="N", type=int, default=0, help="of copies and passkeys; default 0")
+    add_probe_arguments(parser)
     add_model_arguments(parser)
     add("--json", metavar="FILE", type=Path, help="keep rows here and predictions beside it; the same command goes on")
     add("--overwrite", action="store_true", help="remove all rows and predictions of --json, and start over")

@@ -11,6 +11,9 @@ from rpe3d.cli.arguments import law, need, new_folder, size, value
 from rpe3d.cli.compare import DTYPES
 from rpe3d.config import ConfigError
 
+SIZES = ("chunk", "window", "reach")
+"""Parameters of laws that have an option of their own."""
+
 
 def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
@@ -18,16 +21,22 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--context", metavar="N", type=size, required=True, help="tokens that it shall take, as 65536 or 64k")
     add("--out", metavar="DIR", type=Path, required=True, help="a new folder for the checkpoint")
     add("--law", default="3d-rpe", help="the law, as `rpe3d doctor` lists them; default 3d-rpe")
-    add("--set", metavar="NAME=VALUE", action="append", default=[], help="a parameter of the law; again for more")
-    for name in ("chunk", "window", "reach"):
-        add(f"--{name}", metavar="N", type=size, help=f"the law's {name}, in tokens")
+    add_law_arguments(parser)
     add("--dtype", choices=DTYPES, help="convert the weights; default: copy them as they are (a .gguf becomes float32)")
     add("--trust-remote-code", action="store_true", help="run code that comes with the model")
 
 
+def add_law_arguments(parser: ArgumentParser) -> None:
+    """Add the options of `law_parameters`."""
+    add = parser.add_argument
+    add("--set", metavar="NAME=VALUE", action="append", default=[], help="a parameter of the law; again for more")
+    for name in SIZES:
+        add(f"--{name}", metavar="N", type=size, help=f"the law's {name}, in tokens")
+
+
 def law_parameters(arguments: Namespace) -> dict[str, Any]:
-    """--chunk, --window, --reach and --set as keywords of `extend`."""
-    sizes = {name: getattr(arguments, name) for name in ("chunk", "window", "reach")}
+    """Return --chunk, --window, --reach and --set as keywords of `extend`."""
+    sizes = {name: getattr(arguments, name) for name in SIZES}
     parameters: dict[str, Any] = {name: tokens for name, tokens in sizes.items() if tokens is not None}
     for item in arguments.set:
         name, equals, given = item.partition("=")
@@ -47,7 +56,7 @@ def run(arguments: Namespace) -> int:
     import torch
 
     from rpe3d.models.checkpoint import can_be_copied, copy_with_config, origin
-    from rpe3d.models.extend import check_savable, extend, law_of
+    from rpe3d.models.extend import check_savable, extend, pretrained_length
     from rpe3d.models.load import load
 
     source = Path(arguments.model).expanduser()
@@ -58,10 +67,8 @@ def run(arguments: Namespace) -> int:
     loaded = load(arguments.model, dtype=dtype, trust_remote_code=trust, with_tokenizer=tokenizer)
     for note in (*loaded.notes, *(() if tokenizer else ("the folder has no tokenizer, so none is written",))):
         print(f"note: {note}", file=sys.stderr)
+    given.check(pretrained_length(loaded.model))
     extend(loaded.model, given.name, context=arguments.context, **parameters)
-    made = law_of(loaded.model)
-    assert made is not None
-    given.check(made.pretrained)
     check_savable(loaded.model)
     folder = None if arguments.dtype else origin(loaded.source)
     with new_folder("--out", out) as unfinished:

@@ -11,7 +11,7 @@ from argparse import ArgumentParser, Namespace
 from typing import Any
 
 from rpe3d.cli.arguments import law, need, size
-from rpe3d.cli.extend import law_parameters
+from rpe3d.cli.extend import add_law_arguments, law_parameters
 
 PORT = 8000
 STDERR = 2  # the descriptor
@@ -22,9 +22,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("model", metavar="MODEL", help="a checkpoint of `rpe3d extend`; or a model as there, with --context")
     add("--context", metavar="N", type=size, help="tokens that it shall take, as 65536 or 64k")
     add("--law", help="the law, as `rpe3d doctor` lists them, or a law file; default 3d-rpe")
-    add("--set", metavar="NAME=VALUE", action="append", default=[], help="a parameter of the law; again for more")
-    for name in ("chunk", "window", "reach"):
-        add(f"--{name}", metavar="N", type=size, help=f"the law's {name}, in tokens")
+    add_law_arguments(parser)
     add("--port", metavar="N", type=int, default=PORT, help=f"default {PORT}")
     add("--host", default="127.0.0.1", help="who may ask; default 127.0.0.1, this machine alone")
     add("--vllm", metavar="NAME=VALUE", action="append", default=[], help="an option of vLLM's server; again for more")

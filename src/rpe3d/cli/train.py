@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rpe3d.cli.arguments import law, need, size
-from rpe3d.cli.extend import law_parameters
+from rpe3d.cli.extend import SIZES, add_law_arguments, law_parameters
 from rpe3d.config import ConfigError
 from rpe3d.train.settings import HELP, TOKENS, Settings, read_recipe
 
@@ -37,9 +37,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--device", help="cpu or cuda; default the GPU if there is one")
     add("--trust-remote-code", action="store_true", help="run code that comes with the model")
     add("--law", help="the law, name:parameter=value, or a law file; default 3d-rpe")
-    add("--set", metavar="NAME=VALUE", action="append", default=[], help="a parameter of the law; again for more")
-    for name in ("chunk", "window", "reach"):
-        add(f"--{name}", metavar="N", type=size, help=f"the law's {name}, in tokens")
+    add_law_arguments(parser)
     _add_settings(parser)
 
 
@@ -67,7 +65,7 @@ def _add_settings(parser: ArgumentParser) -> None:
 def given_settings(arguments: Namespace) -> dict[str, Any]:
     """The recipe's keywords, and those of the command line before them."""
     recipe = {} if arguments.recipe is None else read_recipe(arguments.recipe)
-    own = {"out", "recipe", "device", "trust_remote_code", "law", "set", "chunk", "window", "reach", "model", "kind"}
+    own = {"out", "recipe", "device", "trust_remote_code", "law", "set", *SIZES, "model", "kind"}
     if recipe.get("kind", arguments.kind) != arguments.kind:
         raise ConfigError(f"{arguments.recipe} is a recipe for {recipe['kind']}", f"use `rpe3d train {recipe['kind']}`")
     given = {**recipe, "kind": arguments.kind}

@@ -7,14 +7,13 @@ The law file: what `Law.to_dict` gives, and "measured": {"command", "model", "ve
 
 from __future__ import annotations
 
-import json
 import sys
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rpe3d.cli.arguments import command_line, need, replacing, size
+from rpe3d.cli.arguments import command_line, need, size, write_json
 from rpe3d.cli.compare import add_model_arguments, add_text_arguments, load_model, progress_bar
 from rpe3d.config import ConfigError, whole
 
@@ -89,9 +88,7 @@ def run(arguments: Namespace) -> int:
         "distances": [asdict(one) for one in distances],
         "weighed": {name: {"length": length, "seeds": again, **asdict(one)} for name, one in weighed.items()},
     }
-    with replacing("--out", out) as unfinished:
-        content = {**law.to_dict(), "measured": measured}
-        unfinished.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    write_json("--out", out, {**law.to_dict(), "measured": measured})
     _print_distances(distances)
     for line in _reasons(used, known["pretrained"], effective.AT_MOST, law.to_dict(), length, weighed):
         print(line)

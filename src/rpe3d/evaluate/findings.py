@@ -8,10 +8,11 @@ from typing import Any
 
 from rpe3d.drawing.axes import short
 from rpe3d.evaluate.plots import smoothed
+from rpe3d.geometry.laws.rope import Rope
 
 Results = Mapping[str, Any]
 Row = Mapping[str, Any]
-STOCK = "rope"
+STOCK = Rope.name
 
 
 def findings(results: Results) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from rpe3d.config import ConfigError
 from rpe3d.files import write_json
-from rpe3d.geometry import make_law
+from rpe3d.geometry import Law, make_law
 from rpe3d.models.extend import law_of
 
 FILE = "rpe3d.json"
@@ -37,17 +37,22 @@ def load_adapter(base: Any, folder: str | Path, **options: Any) -> Any:
     return PeftModel.from_pretrained(base, str(folder), **options)
 
 
-def check_adapter(base: Any, folder: str | Path) -> None:
-    """Refuse a base whose law is not the adapter's."""
+def adapter_law(folder: str | Path) -> Law:
+    """Return the law that an adapter was trained under."""
     path = Path(folder) / FILE
     try:
-        needed = make_law(**json.loads(path.read_text(encoding="utf-8"))["law"])
+        return make_law(**json.loads(path.read_text(encoding="utf-8"))["law"])
     except FileNotFoundError:
         raise ConfigError(
-            f"{folder} has no {FILE}", "it was not trained under a law: load it with PEFT itself"
+            f"{folder} has no {FILE}, so it was not trained under a law", "load or merge it with PEFT itself"
         ) from None
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{path} is damaged ({error})", "save the adapter again with save_adapter") from None
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path} is damaged ({error})", "copy the adapter, or save it with save_adapter") from None
+
+
+def check_adapter(base: Any, folder: str | Path) -> None:
+    """Refuse a base whose law is not the adapter's."""
+    needed = adapter_law(folder)
     found = law_of(base)
     if found is None:
         raise ConfigError(

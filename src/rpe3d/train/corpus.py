@@ -51,7 +51,7 @@ class Source(Protocol):
         """A document's text from `start` on, which is 0 or where a piece started."""
 
     def record(self, index: int) -> dict[str, Any]:
-        """A document that has fields."""
+        """The fields of a document."""
 
     def fingerprint(self) -> str:
         """A digest of all that its documents are made from."""

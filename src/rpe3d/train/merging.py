@@ -9,24 +9,10 @@ from typing import Any
 import torch
 
 from rpe3d.config import ConfigError
-from rpe3d.geometry import Law, make_law
-from rpe3d.models import extend, load_adapter, pretrained_length
-from rpe3d.models.adapters import FILE
+from rpe3d.models import extend, pretrained_length
+from rpe3d.models.adapters import adapter_law
 from rpe3d.models.extend import check_savable
 from rpe3d.models.load import Loaded, load
-
-
-def adapter_law(folder: Path) -> Law:
-    """The law that an adapter was trained under."""
-    path = folder / FILE
-    if not folder.is_dir():
-        raise ConfigError(f"there is no folder {folder}", "give the adapter folder of a `rpe3d train` run")
-    try:
-        return make_law(**json.loads(path.read_text(encoding="utf-8"))["law"])
-    except FileNotFoundError:
-        raise ConfigError(f"{folder} has no {FILE}, so it was not trained under a law", "merge it with PEFT") from None
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{path} is damaged ({error})", "copy the adapter again") from None
 
 
 def adapter_base(folder: Path) -> str:
@@ -42,6 +28,10 @@ def adapter_base(folder: Path) -> str:
 
 def merge(folder: Path, base: str | None = None, *, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Loaded:
     """The merged model, under the adapter's law. Sums are made in float32 and rounded to `dtype` once."""
+    from peft import PeftModel
+
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder}", "give the adapter folder of a `rpe3d train` run")
     law = adapter_law(folder)
     name = base or adapter_base(folder)
     loaded = load(name, dtype=torch.float32, device="cpu", **options)
@@ -53,7 +43,7 @@ def merge(folder: Path, base: str | None = None, *, dtype: torch.dtype = torch.b
         )
     extend(loaded.model, law)
     check_savable(loaded.model)
-    merged = load_adapter(loaded.model, folder).merge_and_unload()
+    merged = PeftModel.from_pretrained(loaded.model, str(folder)).merge_and_unload()
     if loaded.tokenizer is not None:
         loaded.tokenizer.model_max_length = law.context
     return Loaded(model=merged.to(dtype), tokenizer=loaded.tokenizer, source=loaded.source, notes=loaded.notes)

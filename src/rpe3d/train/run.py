@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from rpe3d.config import ConfigError, choice
-from rpe3d.models import extend, law_of
+from rpe3d.models import extend, law_of, pretrained_length
 from rpe3d.models.checkpoint import fingerprint
 from rpe3d.models.devices import has_cuda
 from rpe3d.models.extend import check_savable
@@ -130,13 +130,8 @@ def _prepared(
     from transformers import set_seed
 
     model: Any = loaded.model
-    law = law_of(extend(model, settings.law, context=settings.context, **settings.parameters))
-    assert law is not None
-    if settings.pretrained not in (None, law.pretrained):
-        raise ConfigError(
-            f"the law was made for a model of {settings.pretrained} positions, and this one has {law.pretrained}",
-            "`rpe3d tune MODEL --context N` makes one for it",
-        )
+    settings.spec.check(pretrained_length(model))
+    extend(model, settings.law, context=settings.context, **settings.parameters)
     if settings.method == "full":
         check_savable(model)
     model.config.use_cache = False

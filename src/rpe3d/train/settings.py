@@ -6,9 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rpe3d.config import ConfigError, choice, flag, freeze, known_keys, real, whole
+
+if TYPE_CHECKING:
+    from rpe3d.geometry import LawSpec
 
 KINDS = {"lm": 1000, "sft": 3000}
 """What can be trained, and the paper's number of steps for it."""
@@ -75,10 +78,8 @@ class Settings:
     tensorboard: bool = option("write a TensorBoard log into the run's folder", False)
 
     def __post_init__(self) -> None:
-        from rpe3d.geometry import LAWS  # loads torch, which the options of the command line do without
-
         kind = choice("kind", self.kind, KINDS)
-        known_keys(f"law {self.law!r}", self.parameters, LAWS[choice("law", self.law, LAWS)].parameters())
+        _ = self.spec  # refuses an unknown law or parameter
         context = whole("context", self.context)
         length = context if self.length is None else whole("length", self.length, least=2)
         freeze(
@@ -124,6 +125,13 @@ class Settings:
             raise ConfigError(f"length is {length}, too short for the four groups of s2", "raise length")
         if self.attention == "s2" and (self.pose or self.sequence_parallel > 1):
             raise ConfigError("s2 goes with neither pose nor sequence_parallel", "leave one of them out")
+
+    @property
+    def spec(self) -> LawSpec:
+        """The law that is asked for, before there is a model to make it for."""
+        from rpe3d.geometry import LawSpec  # loads torch, which the options of the command line do without
+
+        return LawSpec(label="the law", name=self.law, parameters=self.parameters, pretrained=self.pretrained)
 
     @property
     def window(self) -> int:
