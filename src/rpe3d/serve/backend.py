@@ -7,7 +7,7 @@ read from the pages and `rpe3d.attention` runs, the same function as under Huggi
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,7 +20,18 @@ from rpe3d.serve.rope import MADE
 
 
 class LawBackend:
-    """Marks backends that keep laws."""
+    """Goes before a backend of vLLM, and names the implementation and the builder that keep laws."""
+
+    impl: ClassVar[type[Any]]
+    builder: ClassVar[type[Any]]
+
+    @classmethod
+    def get_impl_cls(cls) -> type[Any]:
+        return cls.impl
+
+    @classmethod
+    def get_builder_cls(cls) -> type[Any]:
+        return cls.builder
 
 
 @dataclass(frozen=True)

@@ -46,13 +46,7 @@ class Impl(LawImpl, CPUAttentionBackendImpl):  # type: ignore[misc]
 class Backend(LawBackend, CPUAttentionBackend):  # type: ignore[misc]
     """Stands in for CPU_ATTN, and is it for models without a law."""
 
-    @staticmethod
-    def get_impl_cls() -> type[Impl]:
-        return Impl
-
-    @staticmethod
-    def get_builder_cls() -> type[Builder]:
-        return Builder
+    impl, builder = Impl, Builder
 
 
 @lru_cache(maxsize=8)

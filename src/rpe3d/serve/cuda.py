@@ -71,10 +71,4 @@ class Impl(LawImpl, FlashAttentionImpl):  # type: ignore[misc]
 class Backend(LawBackend, FlashAttentionBackend):  # type: ignore[misc]
     """Stands in for FLASH_ATTN, and is it for models without a law."""
 
-    @staticmethod
-    def get_impl_cls() -> type[Impl]:
-        return Impl
-
-    @staticmethod
-    def get_builder_cls() -> type[Builder]:
-        return Builder
+    impl, builder = Impl, Builder
