@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import csv
 import statistics
 import sys
 import time
@@ -27,14 +26,11 @@ import torch
 from torch import Tensor
 from transformers import StaticCache
 
+import beside
 from rpe3d import extend, law_of
 from rpe3d.models.load import load
-from stamp import COLUMNS, stamp
 
 LAWS = ("3d-rpe", "dca")
-RATES = ("tokens_per_s", "stock_tokens_per_s", "speed", "speed_goal")
-NUMBERS = ("model", "what", "law", "tokens", *RATES, "peak_mib", "stock_peak_mib", "memory", "memory_goal")
-SPEED, MEMORY = 0.85, 1.1  # at least, at most
 KEPT = 64  # last tokens whose logits a check compares
 CUDA = torch.cuda.is_available()
 
@@ -171,18 +167,9 @@ def rows_of(model: str, tokens: int, found: dict[str, Readings]) -> list[dict[st
     rows = []
     for what, readings in found.items():
         middle = {name: [statistics.median(column) for column in zip(*r, strict=True)] for name, r in readings.items()}
-        rate, peak = middle["stock"]
         for name in LAWS:
-            ours, most = middle[name]
-            memory = round(most / peak, 3) if peak else None
-            values = [model, what, name, tokens, round(ours, 1), round(rate, 1), round(ours / rate, 3), SPEED]
-            rows.append(dict(zip(NUMBERS, [*values, round(most), round(peak), memory, MEMORY], strict=True)))
-            verdict = "reached" if ours / rate >= SPEED and (memory or 0) <= MEMORY else "MISSED"
-            print(
-                f"{what:18} {name:8} {tokens:7} {ours:11.1f} tokens/s, stock {rate:11.1f}: {ours / rate:6.3f};"
-                f" {most:7.0f} MiB, stock {peak:7.0f}: {memory}  {verdict}",
-                flush=True,
-            )
+            names = {"model": model, "what": what, "law": name}
+            rows.append(beside.row(names, tokens, middle[name], middle["stock"], goal=True))
     return rows
 
 
@@ -201,7 +188,7 @@ def main() -> None:
     models = peers(given.model, longest + (given.repeat + 1) * given.new)
     stock = models["stock"]
     ids = torch.randint(3, stock.config.vocab_size, (1, longest), device=stock.device)
-    called = f"{type(stock).__name__}, {sum(p.numel() for p in stock.parameters()) / 1e6:.0f} M"
+    called = beside.called(stock)
     rows: list[dict[str, Any]] = []
     with torch.no_grad():
         check(models, ids[:, : longest // 2])
@@ -215,14 +202,7 @@ def main() -> None:
                     print(f"{part} at {length} failed: {str(error).strip().splitlines()[0]}", file=sys.stderr)
                     continue
                 rows += rows_of(called, length, found)
-    given.out.mkdir(parents=True, exist_ok=True)
-    origin = stamp(cuda=CUDA)
-    if given.model != "default":
-        origin["recipe"] = origin["recipe"].replace(given.model, "FOLDER")
-    with (given.out / f"models-{'cuda' if CUDA else 'cpu'}.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, (*COLUMNS, *NUMBERS))
-        writer.writeheader()
-        writer.writerows(origin | row for row in rows)
+    beside.write(rows, given.out, "models", given.model)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import csv
 import statistics
 import sys
 import time
@@ -27,17 +26,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import beside
 from rpe3d import extend, law_of
 from rpe3d.evaluate.texts import default_texts, tokenize
 from rpe3d.models.load import load
 from rpe3d.train.attention import TrainingAttention, training_attention
 from rpe3d.train.lora import trainable
 from rpe3d.train.settings import Settings
-from stamp import COLUMNS, stamp
 
-RATES = ("tokens_per_s", "stock_tokens_per_s", "speed", "speed_goal")
-NUMBERS = ("model", "setting", "peer", "tokens", *RATES, "peak_mib", "stock_peak_mib", "memory", "memory_goal")
-SPEED, MEMORY = 0.85, 1.1  # at least, at most; of 3d-rpe
 CUDA = torch.cuda.is_available()
 
 
@@ -163,23 +159,11 @@ def measure(peers: dict[str, Trained], ids: Tensor, repeat: int) -> dict[str, li
 
 def rows_of(model: str, setting: str, tokens: int, found: dict[str, list[float]]) -> list[dict[str, Any]]:
     """Each peer's ratio to stock RoPE."""
-    rate, peak = found["stock"]
     rows = []
-    for name, (ours, most) in found.items():
-        if name == "stock":
-            continue
-        memory = round(most / peak, 3) if peak else None
-        goals = (SPEED, MEMORY) if name == "3d-rpe" else (None, None)
-        values = [model, setting, name, tokens, round(ours, 1), round(rate, 1), round(ours / rate, 3), goals[0]]
-        rows.append(dict(zip(NUMBERS, [*values, round(most), round(peak), memory, goals[1]], strict=True)))
-        verdict = ""
-        if name == "3d-rpe":
-            verdict = "reached" if ours / rate >= SPEED and (memory or 0) <= MEMORY else "MISSED"
-        print(
-            f"{setting:18} {name:12} {tokens:7} {ours:10.1f} tokens/s, stock {rate:10.1f}: {ours / rate:6.3f};"
-            f" {most:7.0f} MiB, stock {peak:7.0f}: {memory}  {verdict}",
-            flush=True,
-        )
+    for name, ours in found.items():
+        if name != "stock":
+            names = {"model": model, "setting": setting, "peer": name}
+            rows.append(beside.row(names, tokens, ours, found["stock"], goal=name == "3d-rpe"))
     return rows
 
 
@@ -205,7 +189,7 @@ def main() -> None:
     ]
     peers = {name: Trained(stock, PEERS[name], context) for name in names}
     ids = torch.randint(3, stock.config.vocab_size, (1, max(lengths)), device=stock.device)
-    called = f"{type(stock).__name__}, {sum(p.numel() for p in stock.parameters()) / 1e6:.0f} M"
+    called = beside.called(stock)
     check(stock, peers, tokenize(loaded.tokenizer, default_texts()[0]).ids[None].to(stock.device))
     rows: list[dict[str, Any]] = []
     for length in lengths:
@@ -216,14 +200,7 @@ def main() -> None:
                 rows += rows_of(called, setting, length, measure(peers, ids[:, :length], given.repeat))
             except torch.OutOfMemoryError as error:
                 print(f"{setting} at {length} failed: {str(error).strip().splitlines()[0]}", file=sys.stderr)
-    given.out.mkdir(parents=True, exist_ok=True)
-    origin = stamp(cuda=CUDA)
-    if given.model != "default":
-        origin["recipe"] = origin["recipe"].replace(given.model, "FOLDER")
-    with (given.out / f"train-{'cuda' if CUDA else 'cpu'}.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, (*COLUMNS, *NUMBERS))
-        writer.writeheader()
-        writer.writerows(origin | row for row in rows)
+    beside.write(rows, given.out, "train", given.model)
 
 
 if __name__ == "__main__":
