@@ -42,7 +42,7 @@ def test_the_merged_checkpoint_carries_the_law_and_the_change(adapter, tmp_path,
     }
     assert changed == {"q_proj", "k_proj", "v_proj", "o_proj"}
     before = {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
-    assert refusal(capsys, "merge", adapter, "--out", out)[:2] == (1, f"{out} is there already")
+    assert refusal(capsys, "merge", adapter, "--out", out)[:2] == (1, f"{out} already exists")
     assert {path.name: path.stat().st_mtime_ns for path in out.iterdir()} == before
 
 

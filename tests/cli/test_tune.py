@@ -128,7 +128,7 @@ def test_a_law_file_is_replaced_only_when_asked(folder, tmp_path, capsys, monkey
     out = tmp_path / "law.json"
     out.write_text("mine")
     code, problem, hint = fails(capsys, folder, "--context", "1k", "--out", out)
-    assert (code, problem, hint) == (1, f"{out} is there already", "give --out another name, or --overwrite")
+    assert (code, problem, hint) == (1, f"{out} already exists", "pass another name to --out, or add --overwrite")
     assert out.read_text() == "mine"
     monkeypatch.setattr(effective, "measure_distances", copies_up_to(160))
     assert run(folder, "--context", "1k", "--out", out, "--overwrite", "--device", "cpu") == 0

@@ -20,23 +20,23 @@ from rpe3d.config import ConfigError, choice
 VERBS = {
     "demo": (
         "rpe3d.cli.demo",
-        "the main job on the default model: four laws past its pretrained length, a passkey, a report",
+        "run the main job on the default model: four laws past its pretrained length, a passkey, a report",
     ),
-    "extend": ("rpe3d.cli.extend", "a checkpoint with a longer context, which carries its law"),
-    "compare": ("rpe3d.cli.compare", "perplexity, copying and passkeys under every law at every length, as a table"),
-    "eval": ("rpe3d.cli.eval", "LongBench, L-Eval, RULER, perplexity, passkeys and copying, as the paper's tables"),
-    "score": ("rpe3d.cli.score", "what a file of predictions is worth, whoever wrote it"),
-    "tune": ("rpe3d.cli.tune", "measures the context that a model really uses, and picks chunk, window and reach"),
-    "train": ("rpe3d.cli.train", "fine-tuning under a law (lm, sft) with the paper's settings, on one GPU or many"),
-    "merge": ("rpe3d.cli.merge", "an adapter and its base as one checkpoint, which carries its law"),
-    "figures": ("rpe3d.cli.figures", "the paper's figures and ours: SVG, PNG, and every plotted number as CSV"),
-    "explore": ("rpe3d.cli.explore", "a page on this machine: turn the knobs of a law and see what a model would see"),
+    "extend": ("rpe3d.cli.extend", "write a checkpoint with a longer context, which carries its law"),
+    "compare": ("rpe3d.cli.compare", "measure perplexity, copying and passkeys under every law at every length"),
+    "eval": ("rpe3d.cli.eval", "run LongBench, L-Eval, RULER, perplexity, passkeys and copying, as the paper's tables"),
+    "score": ("rpe3d.cli.score", "score a predictions file from any program"),
+    "tune": ("rpe3d.cli.tune", "measure the context that a model really uses, and pick chunk, window and reach"),
+    "train": ("rpe3d.cli.train", "fine-tune under a law (lm, sft) with the paper's settings, on one GPU or many"),
+    "merge": ("rpe3d.cli.merge", "merge an adapter and its base into one checkpoint, which carries its law"),
+    "figures": ("rpe3d.cli.figures", "draw the paper's figures and ours: SVG, PNG, and every plotted number as CSV"),
+    "explore": ("rpe3d.cli.explore", "open a page to turn the knobs of a law and see what a model would see"),
     "bench": (
         "rpe3d.cli.bench",
-        "what a law costs on this machine: tokens per second and memory, beside the stock model",
+        "measure what a law costs on this machine: tokens per second and memory, beside the stock model",
     ),
-    "serve": ("rpe3d.cli.serve", "an OpenAI-compatible server (vLLM) for a model under a law"),
-    "doctor": ("rpe3d.cli.doctor", "what runs on this machine, and why"),
+    "serve": ("rpe3d.cli.serve", "serve a model under a law by an OpenAI-compatible server (vLLM)"),
+    "doctor": ("rpe3d.cli.doctor", "say what runs on this machine, and why"),
 }
 
 

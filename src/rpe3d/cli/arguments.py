@@ -25,7 +25,7 @@ MOST = 2**24
 
 
 def size(text: str) -> int:
-    """A number of tokens: 65536, 64k or 1M, with k = 1024 and M = 1024 k. The `type` of an argument."""
+    """Parse a number of tokens: 65536, 64k or 1M, with k = 1024 and M = 1024 k. The `type` of an argument."""
     match = re.fullmatch(r"([0-9]{1,12})([km]?)", text.strip().lower())
     if not match:
         raise ArgumentTypeError(f"{text!r} is not a size: write it as 65536 or 64k (k = 1024)")
@@ -36,7 +36,7 @@ def size(text: str) -> int:
 
 
 def sizes(text: str) -> list[int]:
-    """Several sizes with commas between."""
+    """Parse several sizes with commas between."""
     return [size(part) for part in text.split(",")]
 
 
@@ -46,7 +46,7 @@ EVIDENCE = {"schema", "kind", "measured"}
 
 
 def law(text: str) -> LawSpec:
-    """`3d-rpe`, `3d-rpe:chunk=512,reach=5120`, or a file that `rpe3d tune` wrote."""
+    """Parse a law: `3d-rpe`, `3d-rpe:chunk=512,reach=5120`, or a file that `rpe3d tune` wrote."""
     if text.endswith(".json"):
         return _law_file(Path(text))
     from rpe3d.geometry import LawSpec
@@ -62,7 +62,7 @@ def law(text: str) -> LawSpec:
 
 
 def laws(text: str) -> list[LawSpec]:
-    """Several laws with commas between; what has a value but no law in front belongs to the law before it."""
+    """Parse several laws with commas between; a parameter without a law belongs to the law before it."""
     parts: list[str] = []
     for item in text.split(","):
         if parts and ":" in parts[-1] and "=" in item and ":" not in item:
@@ -73,7 +73,7 @@ def laws(text: str) -> list[LawSpec]:
 
 
 def value(text: str) -> bool | int | float | str:
-    """A parameter's value: yes or no, a number, a size such as 2k, or a word."""
+    """Parse a parameter's value: true or false, a number, a size such as 2k, or a word."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     for kind in (int, float, size):
@@ -124,7 +124,7 @@ def kept(arguments: Namespace) -> dict[str, Any]:
 
 
 def folder(option: str, path: Path) -> Path:
-    """`path` as a folder that exists, made if need be."""
+    """Return `path` as a folder, made if need be."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
@@ -142,7 +142,7 @@ def write_json(option: str, path: Path, content: Mapping[str, Any]) -> None:
 
 @contextmanager
 def new_folder(option: str, path: Path) -> Iterator[Path]:
-    """A folder to fill beside `path`, which gets that name at the end; `path` may be there if it is empty."""
+    """Yield a folder to fill, which gets the name `path` at the end; `path` may be an empty folder."""
     with (
         files.refusing(f"cannot write {path}", f"give {option} a place with room to write to"),
         files.new_folder(path) as unfinished,
@@ -152,7 +152,7 @@ def new_folder(option: str, path: Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing(option: str, path: Path) -> Iterator[Path]:
-    """A path to write to beside `path`, which takes its place at the end: readers see the old file or the new."""
+    """Yield a file to write, which replaces `path` at the end: readers see the old file or the new."""
     with files.refusing(f"cannot write {path}", f"give {option} a place to write to"):
         if path.exists() and not path.is_file():  # a folder, or /dev/null, which root could replace
             raise ConfigError(f"{path} is not a regular file", f"give {option} a name that can be replaced")

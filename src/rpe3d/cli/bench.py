@@ -25,7 +25,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--new", metavar="N", type=int, default=16, help="tokens that are decoded after it; default 16")
     add("--repeat", metavar="N", type=int, default=3, help="rounds, of which the median counts; default 3")
     add_model_arguments(parser)
-    add("--json", metavar="FILE", type=Path, help="the rows, to compute with")
+    add("--json", metavar="FILE", type=Path, help="write the rows as JSON")
 
 
 def run(arguments: Namespace) -> int:
@@ -58,7 +58,7 @@ def run(arguments: Namespace) -> int:
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    """The rows on stdout; memory where there is a GPU."""
+    """Print the rows on stdout; memory where there is a GPU."""
     from rich import box
     from rich.console import Console
     from rich.table import Table

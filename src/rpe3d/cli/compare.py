@@ -32,14 +32,14 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_probe_arguments(parser)
     add("--batch", metavar="N", type=int, default=1, help="windows, or copies, in one forward; default 1")
     add_model_arguments(parser)
-    add("--json", metavar="FILE", type=Path, help="keep the rows here; the same command goes on where it stopped")
+    add("--json", metavar="FILE", type=Path, help="keep the rows here; the same command resumes where it stopped")
     add("--overwrite", action="store_true", help="remove all rows of --json, and start over")
-    add("--against", metavar="LAW", help="a second table: every law less this one, with 95 %% intervals")
-    add("--report", metavar="DIR", type=Path, help="a page with the table and its plots (and DIR/compare.json)")
+    add("--against", metavar="LAW", help="print a second table: every law less this one, with 95 %% intervals")
+    add("--report", metavar="DIR", type=Path, help="write a page with the table and its plots (and DIR/compare.json)")
 
 
 def add_text_arguments(parser: ArgumentParser) -> None:
-    """The texts to measure on."""
+    """Add the texts to measure on."""
     parser.add_argument(
         "--texts",
         metavar="FILE",
@@ -57,14 +57,14 @@ def add_probe_arguments(parser: ArgumentParser) -> None:
     add("--windows", metavar="N", type=int, help="windows of text in a row; default 4, in the other protocols all")
     add("--copies", metavar="N", type=int, default=4, help="copy trials in a row; default 4")
     add("--passkeys", metavar="N", type=int, default=10, help="passkeys in a row; default 10")
-    add("--seed", metavar="N", type=int, default=0, help="of copies and passkeys; default 0")
+    add("--seed", metavar="N", type=int, default=0, help="seed of copies and passkeys; default 0")
 
 
 def add_model_arguments(parser: ArgumentParser) -> None:
-    """Where and how the model runs."""
+    """Add where and how the model runs."""
     add = parser.add_argument
     add("--device", help="cpu, cuda, cuda:1; default the GPU if there is one")
-    add("--dtype", choices=DTYPES, help="default bfloat16 on a GPU, float32 on a CPU")
+    add("--dtype", choices=DTYPES, help="type of the weights; default bfloat16 on a GPU, float32 on a CPU")
     add("--trust-remote-code", action="store_true", help="run code that comes with the model")
 
 
@@ -127,7 +127,7 @@ def all_laws() -> list[Any]:
 
 
 def load_model(arguments: Namespace) -> Any:
-    """The model as the arguments ask for it, on this process's device; notes go to stderr."""
+    """Load the model that the arguments name, on this process's device; notes go to stderr."""
     import torch
 
     from rpe3d.evaluate.ranks import ranks
@@ -147,7 +147,7 @@ def load_model(arguments: Namespace) -> Any:
 
 @contextmanager
 def progress_bar(shown: bool = True) -> Iterator[Progress]:
-    """A bar on stderr with the time that is left."""
+    """Show a bar on stderr with the time that is left."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -165,7 +165,7 @@ def progress_bar(shown: bool = True) -> Iterator[Progress]:
 
 
 def print_table(results: dict[str, Any]) -> None:
-    """The rows on stdout."""
+    """Print the rows on stdout."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -185,7 +185,7 @@ def print_table(results: dict[str, Any]) -> None:
 
 
 def print_differences(results: dict[str, Any], against: str) -> None:
-    """Every law less one of them, on stdout: perplexity in percent, copying in nats, passkeys as a share."""
+    """Print every law less one of them: perplexity in percent, copying in nats, passkeys as a share."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -217,7 +217,7 @@ def _short(number: float | None) -> str:
 
 
 def report(results: dict[str, Any], place: Path | None, file: Path | None) -> None:
-    """The page, where one is asked for, and where everything lies."""
+    """Write the page, where one is asked for, and say where everything lies."""
     written = [] if file is None else [file]
     if place is not None:
         from rpe3d.evaluate.report import write_report

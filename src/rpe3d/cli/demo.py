@@ -1,7 +1,7 @@
 """`rpe3d demo`: the main job on the default model: laws compared past its pretrained length, a passkey, and a report.
 
-The JSON is that of `rpe3d compare` with one window per law; rows of stock RoPE and 3D-RPE have a passkey, too. Like a
-comparison, a demo that was interrupted goes on where it stopped.
+The JSON is that of `rpe3d compare` with one window per law; rows of stock RoPE and 3D-RPE also have a passkey. Like a
+comparison, a demo that was interrupted resumes where it stopped.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
     parser.epilog = "Exits with 1 if MODEL cannot be extended; the report says why."
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the rows of the table as JSON, too")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="also write the rows of the table as JSON")
 
 
 def run(arguments: Namespace) -> int:

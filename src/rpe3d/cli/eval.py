@@ -23,7 +23,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--tasks", metavar="T,T", required=True, help=TASKS)
     add("--law", metavar="A,B", help="laws, name:parameter=value, or law files; default: the model as it is")
     add("--length", metavar="N,N", type=sizes, help="contexts that prompts are cut to; default: the model's own")
-    add("--data", metavar="DIR", type=Path, help="has longbench/TASK.jsonl, leval/TASK.jsonl; default: from the hub")
+    add("--data", metavar="DIR", type=Path, help="folder with SUITE/TASK.jsonl; default: from the hub")
     add_text_arguments(parser)
     add("--limit", metavar="N", type=int, help="samples of each task; default all (of RULER 500)")
     add("--batch", metavar="N", type=int, default=1, help="prompts, windows or copies at once; default 1")
@@ -32,13 +32,13 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--chat-rules",
         choices=("upstream", "authors"),
         default="upstream",
-        help="authors: LongBench's code tasks as chats, too, as the 3D-RPE authors have it",
+        help="authors: LongBench's code tasks as chats as well, as the 3D-RPE authors do",
     )
     add_probe_arguments(parser)
     add_model_arguments(parser)
-    add("--json", metavar="FILE", type=Path, help="keep rows here and predictions beside it; the same command goes on")
+    add("--json", metavar="FILE", type=Path, help="keep rows here and predictions beside it; the same command resumes")
     add("--overwrite", action="store_true", help="remove all rows and predictions of --json, and start over")
-    add("--report", metavar="DIR", type=Path, help="a page with the tables (and DIR/eval.json)")
+    add("--report", metavar="DIR", type=Path, help="write a page with the tables (and DIR/eval.json)")
 
 
 def run(arguments: Namespace) -> int:
@@ -94,7 +94,7 @@ def run(arguments: Namespace) -> int:
 
 
 def questions(arguments: Namespace, tasks: list[tuple[str, str]]) -> tuple[dict[Any, Any], dict[Any, Any]]:
-    """The questions and texts of all tasks, or a refusal before the model is looked for."""
+    """Read the questions and texts of all tasks; refuse before the model is looked for."""
     from rpe3d.evaluate import read_texts
     from rpe3d.evaluate.tasks import longbench
     from rpe3d.evaluate.tasks.questions import load, load_texts
@@ -116,7 +116,7 @@ def questions(arguments: Namespace, tasks: list[tuple[str, str]]) -> tuple[dict[
 
 
 def finish(results: dict[str, Any], place: Path | None, file: Path | None) -> None:
-    """The tables on stdout, the page, and where everything lies."""
+    """Print the tables, write the page, and say where everything lies."""
     from rich.console import Console
 
     from rpe3d.evaluate.report import write_page
@@ -146,7 +146,7 @@ def finish(results: dict[str, Any], place: Path | None, file: Path | None) -> No
 
 
 def drawn(title: str, columns: Sequence[str], labels: Sequence[str], cells: Sequence[Sequence[str]]) -> Table:
-    """A table for the terminal; each label stands in front of its row of cells. Numbers stay whole."""
+    """Draw a table for the terminal; each label stands in front of its row of cells, and numbers stay whole."""
     from rich import box
     from rich.table import Table
 

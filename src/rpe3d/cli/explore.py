@@ -16,9 +16,9 @@ PORT = 8765
 
 def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    add("--port", metavar="N", type=int, default=PORT, help=f"default {PORT}; 0: any that is free")
-    add("--host", default="127.0.0.1", help="who may ask; default 127.0.0.1, this machine alone")
-    add("--compare", metavar="FILE", type=Path, help="results of `rpe3d compare`: their curves are shown, too")
+    add("--port", metavar="N", type=int, default=PORT, help=f"default {PORT}; 0 for any free port")
+    add("--host", default="127.0.0.1", help="address to listen on; default 127.0.0.1, this machine alone")
+    add("--compare", metavar="FILE", type=Path, help="results of `rpe3d compare`, whose curves are shown as well")
     add("--no-browser", action="store_true", help="do not open the page, only say where it is")
     add("--out", metavar="FILE", type=Path, help="write the page to a file that needs no server, with fewer settings")
 
@@ -45,7 +45,7 @@ def _measured(path: Path) -> dict[str, Any]:
 
 
 def curves(results: dict[str, Any]) -> dict[str, Any]:
-    """What the page shows of a comparison: its table, and perplexity by position as the report smooths it."""
+    """Return what the page shows of a comparison: its table, and perplexity by position as the report smooths it."""
     from rpe3d.evaluate.plots import smoothed
 
     facts = ("name", "pretrained", "head_dim", "rope_theta")
@@ -60,7 +60,7 @@ def curves(results: dict[str, Any]) -> dict[str, Any]:
         if row["status"] == "ok"
     ]
     if not rows:
-        raise ConfigError("the comparison has no finished row", "finish it: the same command goes on where it stopped")
+        raise ConfigError("the comparison has no finished row", "finish it: the same command resumes where it stopped")
     lengths = sorted({row["length"] for row in rows})
     model = {name: results["model"][name] for name in facts}
     model |= {"rope_theta": _whole(model["rope_theta"]), "context": max(lengths[-1], model["pretrained"])}

@@ -18,7 +18,7 @@ SIZES = ("chunk", "window", "reach")
 def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help="a Hugging Face name or folder, a .gguf file, or `default`")
-    add("--context", metavar="N", type=size, required=True, help="tokens that it shall take, as 65536 or 64k")
+    add("--context", metavar="N", type=size, required=True, help="target context length, e.g. 64k")
     add("--out", metavar="DIR", type=Path, required=True, help="a new folder for the checkpoint")
     add("--law", default="3d-rpe", help="the law, as `rpe3d doctor` lists them; default 3d-rpe")
     add_law_arguments(parser)
@@ -52,7 +52,7 @@ def run(arguments: Namespace) -> int:
     parameters = {**given.parameters, **law_parameters(arguments)}
     out: Path = arguments.out
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} is there already", "give --out a new folder")
+        raise ConfigError(f"{out} already exists", "pass a new folder to --out")
     import torch
 
     from rpe3d.models.checkpoint import can_be_copied, copy_with_config, origin

@@ -16,7 +16,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("adapter", metavar="ADAPTER", type=Path, help="the adapter folder of a `rpe3d train` run")
     add("--out", metavar="DIR", type=Path, required=True, help="a new folder for the checkpoint")
     add("--base", metavar="MODEL", help="the model that it was trained on; default the one that it names")
-    add("--dtype", choices=DTYPES, default="bfloat16", help="of the merged weights; default bfloat16")
+    add("--dtype", choices=DTYPES, default="bfloat16", help="type of the merged weights; default bfloat16")
     add("--trust-remote-code", action="store_true", help="run code that comes with the model")
 
 
@@ -25,7 +25,7 @@ def run(arguments: Namespace) -> int:
     need("train", "peft")
     out: Path = arguments.out
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} is there already", "give --out a new folder")
+        raise ConfigError(f"{out} already exists", "pass a new folder to --out")
     import torch
 
     from rpe3d.train import merge

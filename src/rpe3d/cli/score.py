@@ -1,4 +1,4 @@
-"""`rpe3d score`: what a file of predictions is worth, whoever wrote it, as LongBench, L-Eval or RULER would say."""
+"""`rpe3d score`: score a predictions file from any program, as LongBench, L-Eval or RULER do."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SUITES = ("longbench", "leval", "ruler")
 
 def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    add("predictions", metavar="PREDICTIONS.jsonl", type=Path, help="in upstream's format; also as .xz, .gz or .bz2")
+    add("predictions", metavar="PREDICTIONS.jsonl", type=Path, help="a file in upstream's format, or as .xz, .gz, .bz2")
     add("--suite", required=True, help=f"one of {', '.join(SUITES)}")
     add("--task", required=True, help="the task's name, such as hotpotqa or gsm100")
 

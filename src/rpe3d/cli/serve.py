@@ -20,11 +20,11 @@ STDERR = 2  # the descriptor
 def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help="a checkpoint of `rpe3d extend`; or a model as there, with --context")
-    add("--context", metavar="N", type=size, help="tokens that it shall take, as 65536 or 64k")
+    add("--context", metavar="N", type=size, help="target context length, e.g. 64k")
     add("--law", help="the law, as `rpe3d doctor` lists them, or a law file; default 3d-rpe")
     add_law_arguments(parser)
-    add("--port", metavar="N", type=int, default=PORT, help=f"default {PORT}")
-    add("--host", default="127.0.0.1", help="who may ask; default 127.0.0.1, this machine alone")
+    add("--port", metavar="N", type=int, default=PORT, help=f"port to listen on; default {PORT}")
+    add("--host", default="127.0.0.1", help="address to listen on; default 127.0.0.1, this machine alone")
     add("--vllm", metavar="NAME=VALUE", action="append", default=[], help="an option of vLLM's server; again for more")
 
 

@@ -28,11 +28,11 @@ HOW: dict[str, dict[str, Any]] = {
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Options of the run itself have defaults here; those of `Settings` have theirs there, below a recipe's."""
+    """Add the run's own options, with defaults, and those of `Settings`, whose defaults come after a recipe's."""
     add = parser.add_argument
     add("kind", choices=("lm", "sft"), help="lm: windows of text; sft: conversations, learning the answers only")
     add("model", metavar="MODEL", nargs="?", help="a Hugging Face name or folder, a .gguf file, or `default`")
-    add("--out", metavar="DIR", type=Path, required=True, help="the run's folder; the same command goes on in it")
+    add("--out", metavar="DIR", type=Path, required=True, help="folder of the run; the same command resumes it")
     add("--recipe", metavar="FILE", type=Path, help="settings to start from, as in recipes/; options override them")
     add("--device", help="cpu or cuda; default the GPU if there is one")
     add("--trust-remote-code", action="store_true", help="run code that comes with the model")
@@ -63,7 +63,7 @@ def _add_settings(parser: ArgumentParser) -> None:
 
 
 def given_settings(arguments: Namespace) -> dict[str, Any]:
-    """The recipe's keywords, and those of the command line before them."""
+    """Return the recipe's keywords, overridden by those of the command line."""
     recipe = {} if arguments.recipe is None else read_recipe(arguments.recipe)
     own = {"out", "recipe", "device", "trust_remote_code", "law", "set", *SIZES, "model", "kind"}
     if recipe.get("kind", arguments.kind) != arguments.kind:

@@ -28,13 +28,13 @@ WEIGHED = 2
 def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help="a Hugging Face name or folder, a .gguf file, or `default`")
-    add("--context", metavar="N", type=size, required=True, help="tokens that it shall take, as 65536 or 64k")
+    add("--context", metavar="N", type=size, required=True, help="target context length, e.g. 64k")
     add("--out", metavar="FILE", type=Path, default=Path("law.json"), help="the law file; default law.json")
     add_text_arguments(parser)
     add("--trials", metavar="N", type=int, default=TRIALS, help=f"windows to measure; default {TRIALS}")
-    add("--seed", metavar="N", type=int, default=0, help="of the first trial; default 0")
+    add("--seed", metavar="N", type=int, default=0, help="seed of the first trial; default 0")
     add_model_arguments(parser)
-    add("--overwrite", action="store_true", help="replace the law file if it is there")
+    add("--overwrite", action="store_true", help="replace an existing law file")
 
 
 def run(arguments: Namespace) -> int:
@@ -46,7 +46,7 @@ def run(arguments: Namespace) -> int:
     if not out.parent.is_dir():
         raise ConfigError(f"there is no folder {out.parent}", "make it, or give --out another place")
     if out.exists() and not arguments.overwrite:
-        raise ConfigError(f"{out} is there already", "give --out another name, or --overwrite")
+        raise ConfigError(f"{out} already exists", "pass another name to --out, or add --overwrite")
     seed, trials = whole("seed", arguments.seed, least=0), whole("trials", arguments.trials)
     from rpe3d.evaluate import effective
     from rpe3d.evaluate.origin import versions

@@ -40,7 +40,7 @@ def compare(
     command: str | None = None,
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    """The results of a comparison on `texts` (default: Python's language reference); leaves the model stock.
+    """Compare laws on `texts` (default: Python's language reference) and return the results; leaves the model stock.
 
     With `file` they are written there after each row, and finished rows that are there already are kept. `name` and
     `command` are what the results say of the model's and their own origin.

@@ -42,7 +42,7 @@ class Distance:
 
     @property
     def share(self) -> float:
-        """What a repetition costs, of first sight."""
+        """Loss of a repeated passage, as a share of its loss at first sight."""
         return self.again / self.first
 
 
@@ -61,7 +61,7 @@ def passage_of(length: int) -> int:
 
 
 def longest(texts: Sequence[Tokens]) -> int:
-    """The longest window that these texts are enough for."""
+    """Return the longest window that these texts suffice for."""
     return sum(len(text.ids) for text in texts) * 4 // 5  # it is a window and eight passages of 1/32
 
 
@@ -93,7 +93,7 @@ def make_nested(texts: Sequence[Tokens], length: int, seed: int, first: tuple[in
 def measure_distances(
     model: Any, texts: Sequence[Tokens], length: int, seeds: Sequence[int], first: tuple[int, ...], progress: Progress
 ) -> list[Distance]:
-    """Copying by distance and the loss of text by position, each over all trials, under the model's own law."""
+    """Measure copying by distance and the loss of text by position, over all trials, under the model's own law."""
     if length < SHORTEST:
         raise ConfigError(f"the model has {length} positions, too few to measure", f"give one with {SHORTEST} or more")
     sums = torch.zeros(3, STEPS, dtype=torch.float64)
@@ -125,20 +125,20 @@ def measure_distances(
 
 
 def averaged(distances: Sequence[Distance]) -> list[float]:
-    """Each share as the mean with its neighbours'; the first and the last stand in for the neighbour they lack."""
+    """Average each share with its neighbours'; the first and the last stand in for the neighbour they lack."""
     shares = [one.share for one in distances]
     padded = [shares[0], *shares, shares[-1]]
     return [sum(padded[i : i + 3]) / 3 for i in range(len(shares))]
 
 
 def effective_context(distances: Sequence[Distance]) -> int:
-    """The largest distance up to which the model copies from every one measured; 0 where it copies from none."""
+    """Return the largest distance up to which the model copies from every distance measured; 0 where there is none."""
     near = takewhile(lambda pair: pair[1] <= AT_MOST, zip(distances, averaged(distances), strict=True))
     return max((one.distance for one, _ in near), default=0)
 
 
 def pick(effective: int, pretrained: int, context: int, *, anchored: bool = False) -> dict[str, Any]:
-    """3D-RPE for a model that uses so many of its pretrained positions. All exact where the context is no longer.
+    """Choose 3D-RPE's parameters for a model that uses `effective` positions; all exact for a context within them.
 
     The reach is 3/4 of them, which leaves room for the weaker layers, and at most half of the pretrained length: of
     what lies farther back, most tokens of the pretraining have seen nothing. A chunk is a tenth of them, as a power of
@@ -180,7 +180,7 @@ def weigh(
     first: tuple[int, ...],
     progress: Progress,
 ) -> dict[str, Weighed]:
-    """What windows of `length` cost under either choice of `pick`. The model is stock before and afterwards."""
+    """Measure windows of `length` under either choice of `pick`. The model is stock before and afterwards."""
     weighed = {}
     for name, anchored in (("even", False), ("anchored", True)):
         extend(model, "3d-rpe", context=length, **pick(effective, pretrained, length, anchored=anchored))

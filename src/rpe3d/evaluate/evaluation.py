@@ -56,7 +56,7 @@ def evaluate(
     generate: Generator | None = None,
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    """The results of `ask`; the model is left as it was.
+    """Measure what `ask` says and return the results; the model is left as it was.
 
     With `file` they are written there after each row, and predictions beside it after each batch; what is there already
     is kept. `generate` may be another engine than the model's own.
@@ -153,7 +153,7 @@ def _engine(generate: Generator | None) -> str:
 
 
 def origins(data: Mapping[Task, Data], texts: Mapping[Task, Sequence[Text]]) -> dict[str, list[dict[str, Any]]]:
-    """What the questions and texts of each task were."""
+    """Return the name, digest and size of each task's questions and texts."""
     read = {title(task): [{"name": d.name, "sha256": d.sha256, "n": len(d.records)}] for task, d in data.items()}
     return read | {
         title(task): [{"name": text.name, "sha256": text.sha256, "n": len(text.content)} for text in some]

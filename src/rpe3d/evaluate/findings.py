@@ -16,7 +16,7 @@ STOCK = Rope.name
 
 
 def findings(results: Results) -> list[str]:
-    """The headline first, then where stock RoPE breaks, what was retrieved, and what could not be measured."""
+    """Say the headline, then where stock RoPE breaks, what was retrieved, and what could not be measured."""
     rows, pretrained = results["rows"], results["model"]["pretrained"]
     measured = [row for row in rows if row["status"] == "ok"]
     if not measured:
@@ -32,7 +32,7 @@ def findings(results: Results) -> list[str]:
 
 
 def number(value: float) -> str:
-    """Four digits or so, as one would read them out."""
+    """Format a number with about four digits, as one would read it out."""
     return f"{value:.2f}" if value < 100 else f"{value:.1f}" if value < 1000 else f"{value:,.0f}"
 
 

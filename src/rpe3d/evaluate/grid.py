@@ -16,7 +16,7 @@ Measure = Callable[[Sequence[Key]], Iterable[tuple[Key, Row]]]
 
 
 def silent(what: str, done: float, total: float) -> None:
-    """Progress that nobody watches."""
+    """Ignore progress."""
 
 
 def fill(store: Store, measure: Measure, here: Ranks, overwrite: bool = False) -> None:

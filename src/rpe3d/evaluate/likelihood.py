@@ -16,7 +16,7 @@ _CHECKED = "_rpe3d_head_in_pieces"
 
 @torch.no_grad()
 def token_nll(model: Any, tokens: Tensor, last: int | None = None) -> Tensor:
-    """The negative log-likelihood of the last `last` tokens of each row (None: all but the first), in float32 [b, n].
+    """Return the negative log-likelihood of each row's last `last` tokens (None: all but the first), float32 [b, n].
 
     The decoder runs once, without a cache. The model's own head then runs on a piece of the window at a time.
     """

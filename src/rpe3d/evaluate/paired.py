@@ -50,7 +50,7 @@ MEASURES: dict[str, tuple[str, Callable[[Mapping[str, Any]], float]]] = {
 
 
 def paired(results: Mapping[str, Any], against: str) -> list[dict[str, Any]]:
-    """For every other law at every length: {"law", "length", measure: Difference}, law less `against`.
+    """Return {"law", "length", measure: Difference} for every other law at every length: law less `against`.
 
     Losses in nats (0.01 is 1 % of perplexity), passkeys as a share. A measure that either row lacks is left out.
     """

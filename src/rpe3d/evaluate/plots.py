@@ -47,7 +47,7 @@ class Plot:
 
 
 def plots(results: Results) -> list[Plot]:
-    """Every plot that these results have the numbers for."""
+    """Return every plot that these results have the numbers for."""
     made = [positions_plot(results), profile_plot(results), passkey_plot(results)]
     return [plot for plot in made if plot.panels]
 
@@ -56,7 +56,7 @@ def plots(results: Results) -> list[Plot]:
 
 
 def smoothed(positions: Sequence[Row]) -> list[float]:
-    """The mean NLL around every bucket, over `SMOOTHED` buckets and fewer at the ends, weighted by tokens."""
+    """Return the mean NLL around every bucket: `SMOOTHED` buckets, fewer at the ends, weighted by tokens."""
     half = SMOOTHED // 2
     around = [positions[max(0, i - half) : i + half + 1] for i in range(len(positions))]
     return [sum(b["nll"] * b["n"] for b in near) / sum(b["n"] for b in near) for near in around]
@@ -121,7 +121,7 @@ def _perplexities(axes: Any) -> None:
 
 
 def profile_plot(results: Results) -> Plot:
-    """f against distance for the last query of the longest length, from the parameters in the results alone."""
+    """Plot f against distance for the last query of the longest length, from the parameters in the results alone."""
     settings, model = results["settings"], results["model"]
     length = max(settings["lengths"])
     context = max(length, model["pretrained"])
@@ -243,7 +243,7 @@ def _drawing_passkeys(
 
 
 def svg(panel: Panel, identity: str) -> str:
-    """A panel as an <svg> to stand in a page that defines every `variable`; `identity` keeps its inner ids its own."""
+    """Return a panel as an <svg> for a page that defines every `variable`; `identity` makes its inner ids unique."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -274,7 +274,7 @@ def svg(panel: Panel, identity: str) -> str:
 
 
 def png(plot: Plot) -> bytes:
-    """All panels of a plot as one PNG, in the light colours."""
+    """Return all panels of a plot as one PNG, in the light colours."""
     import matplotlib
     from matplotlib.figure import Figure
 

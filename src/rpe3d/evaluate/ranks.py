@@ -28,11 +28,11 @@ class Ranks:
         return self.index == 0
 
     def share(self, items: Sequence[T]) -> list[tuple[int, T]]:
-        """This process's part of the work, each with its number."""
+        """Return this process's share of the work, each item with its number."""
         return list(enumerate(items))[self.index :: self.count]
 
     def gather(self, mine: T) -> list[T]:
-        """What every process has, in every process."""
+        """Return every process's value, in every process."""
         if self.count == 1:
             return [mine]
         from accelerate.utils import gather_object
@@ -40,7 +40,7 @@ class Ranks:
         return list(gather_object([mine]))
 
     def together(self, work: Callable[[], T]) -> list[T]:
-        """What every process made. A refusal of one, or its lack of memory, is that of all, so that none waits."""
+        """Return what every process made. If one refuses or runs out of memory, all do, so that none waits."""
         made: list[T] = []
         failure: tuple[str, ...] | None = None
         try:
@@ -59,7 +59,7 @@ class Ranks:
 
 
 def ranks() -> Ranks:
-    """This process among those that `accelerate launch` started."""
+    """Return this process's place among those that `accelerate launch` started."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return Ranks()
     from accelerate import PartialState

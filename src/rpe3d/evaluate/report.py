@@ -86,7 +86,7 @@ def _page(results: Results, drawn: list[Plot]) -> str:
     size = f"{model['parameters'] / 1e6:,.0f} M parameters"
     asked = len(results["settings"]["laws"]) * len(results["settings"]["lengths"])
     if len(results["rows"]) < asked:
-        others.append(f"Unfinished: {len(results['rows'])} of {asked} rows; the same command goes on from here.")
+        others.append(f"Unfinished: {len(results['rows'])} of {asked} rows; the same command resumes here.")
     columns = [c for c in TABLE if any(c.rank(row) is not None for row in results["rows"])]
     settings = {name: value for name, value in results["settings"].items() if name != "given"}  # as parameters
     making = {"model": model, "settings": settings, "versions": results["versions"]}

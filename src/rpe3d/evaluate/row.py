@@ -24,7 +24,7 @@ NOT_FINITE = "skipped: the model's likelihoods are not finite numbers"
 
 
 def measure_row(bench: Bench, entry: LawSpec, length: int, law: Law | ConfigError) -> dict[str, Any]:
-    """One law at one length. Running out of memory in any process is the row's result, not the end."""
+    """Measure one law at one length. Running out of memory in any process is the row's result, not the end."""
     row: dict[str, Any] = {"law": entry.label, "name": entry.name, "length": length, "context": None, "status": "ok"}
     row |= dict.fromkeys(("ppl", "tail_ppl", "copy_nll", "passkey", "passkey_n", "tokens_per_second"))
     row |= {"tokens": 0, "seconds": 0.0, "parameters": dict(entry.parameters)}

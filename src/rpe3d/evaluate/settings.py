@@ -77,7 +77,7 @@ class Settings(Asked):
         freeze(self, windows=self.window_count)
 
     def to_dict(self) -> dict[str, Any]:
-        """As the results file has it."""
+        """Return the settings as a results file stores them."""
         return {
             "laws": [entry.label for entry in self.entries],
             "given": {entry.label: {"law": entry.name, **entry.parameters} for entry in self.entries},
@@ -103,7 +103,7 @@ class Ask(Asked):
     limit: int | None = None
     """Samples of each task; None: all of them, and RULER's 500."""
     authors: bool = False
-    """Chat words for LongBench's code tasks, too, as the 3D-RPE authors' script has it."""
+    """Chat words for LongBench's code tasks as well, as in the 3D-RPE authors' script."""
 
     needed: ClassVar[tuple[str, ...]] = ("tasks", "lengths")
 
@@ -113,7 +113,7 @@ class Ask(Asked):
         super().__post_init__()
 
     def to_dict(self, chat: str) -> dict[str, Any]:
-        """What every row of a results file has in common."""
+        """Return the settings that every row of a results file shares."""
         names = ("limit", "protocol", "windows", "copies", "passkeys", "seed")
         rules = "authors" if self.authors else "upstream"
         return {"chat": chat, "chat_rules": rules, **{name: getattr(self, name) for name in names}}

@@ -26,7 +26,7 @@ Reading = tuple[float, float]
 def measure_speed(
     model: Any, laws: Sequence[LawSpec], *, length: int, new: int, repeat: int, context: int, progress: Progress
 ) -> list[dict[str, Any]]:
-    """One row per law and measure: its rate, the stock model's, their ratio, and the same of memory.
+    """Return one row per law and measure: its rate, the stock model's, their ratio, and the same of memory.
 
     Stock and laws take turns, `repeat` times after a round that warms up; numbers are medians. The prompt is random
     tokens, decoding is greedy with a growing cache and reads every token back, as `generate` does.

@@ -24,7 +24,7 @@ Row = dict[str, Any]
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Replace the file at once: readers see the old content or the new, and so does who comes after a kill."""
+    """Replace a file in one step: readers see the old content or the new, also after a kill."""
     with files.refusing(*_unwritable(path)):
         files.write_json(path, content)
 
@@ -46,7 +46,7 @@ def _check_place(path: Path) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """The right to write to `path`, or a refusal where another run has it."""
+    """Hold the right to write to `path`; refuse where another run holds it."""
     _check_place(path)
     target = Path(os.path.realpath(path))
     busy = f"another run is writing to {path}", "wait for it, or give --json another file"
@@ -55,7 +55,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def read(path: Path, kind: str = "compare", option: str = "--json") -> dict[str, Any] | None:
-    """What an earlier run of a verb left; None for no file. A file that is no results file is not ours to touch."""
+    """Read the results of an earlier run; None for no file. Refuse a file that does not hold results."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

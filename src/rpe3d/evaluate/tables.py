@@ -46,7 +46,7 @@ class Table:
 
 
 def tables(results: Results) -> list[Table]:
-    """Those that the results have rows for."""
+    """Return the tables that the results have rows for."""
     rows = [row for row in results["rows"] if row["status"] == "ok"]
     made = [_categories(rows), _tasks(rows, "longbench", longbench.TASKS), _tasks(rows, "leval", leval.TASKS)]
     made += [_perplexity(rows), _tasks(rows, "ruler", ruler.TASKS), _probes(rows)]

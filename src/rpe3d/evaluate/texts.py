@@ -26,7 +26,7 @@ class Text:
 
     @property
     def sha256(self) -> str:
-        """Of the text itself, so that a compressed copy counts as the same."""
+        """Digest of the text itself, so that a compressed copy counts as the same."""
         return hashlib.sha256(self.content.encode()).hexdigest()
 
 
@@ -39,14 +39,14 @@ class Tokens:
 
 
 def default_texts() -> list[Text]:
-    """Python's language reference (`pydoc_data.topics`): long English prose on every machine."""
+    """Return Python's language reference (`pydoc_data.topics`): long English prose on every machine."""
     from pydoc_data.topics import topics
 
     return [Text(name="python-topics", content="\n\n".join(topics[name] for name in sorted(topics)))]
 
 
 def read_texts(paths: Sequence[Path]) -> list[Text]:
-    """The files as texts; without any, the default. What is no text is refused."""
+    """Read files as texts, or the default texts where there are none; refuse a file that is not text."""
     return [_read(path) for path in paths] or default_texts()
 
 
@@ -84,5 +84,5 @@ def _check_longest(sizes: list[tuple[str, int]], lengths: Sequence[int], unit: s
 
 
 def tokenize(tokenizer: Any, text: Text) -> Tokens:
-    """The whole text as tokens."""
+    """Tokenize a whole text."""
     return Tokens(name=text.name, ids=torch.tensor(encode(tokenizer, text.content)))

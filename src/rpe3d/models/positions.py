@@ -37,12 +37,12 @@ shows it. A promise to keep count is taken on trust only from texts that begin w
 def layer_mask(
     mask: Bool[Tensor, "b n"] | None, b: int, t: int, s: int, offset: Any, device: Any
 ) -> UInt8[Tensor, "b 1 1 s"]:
-    """The mask that layers are given: `coded`, in four dimensions, as which transformers hands it on untouched."""
+    """Return the mask for the layers: `coded`, in four dimensions, which transformers passes on untouched."""
     return coded(mask, b, t, s, offset, device)[:, None, None]
 
 
 def coded(mask: Bool[Tensor, "b n"] | None, b: int, t: int, s: int, offset: Any, device: Any) -> UInt8[Tensor, "b s"]:
-    """Which of `s` slots hold tokens, and which are the `t` from `offset` on."""
+    """Mark which of `s` slots hold tokens, and which are the `t` from `offset` on."""
     slots = torch.arange(s, device=device)
     here = (slots >= offset) & (slots < offset + t)
     if mask is None:
@@ -76,7 +76,7 @@ class Layout:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """As `attention` calls them."""
+        """Keyword arguments of `attention`."""
         return {
             "query_positions": self.queries,
             "key_positions": self.keys,
@@ -85,7 +85,7 @@ class Layout:
         }
 
     def gathered(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The vectors of which the arguments speak."""
+        """Return the vectors that `arguments` describes."""
         if self.key_slots is not None:
             key, value = (_picked(x, self.key_slots) for x in (key, value))
         elif self.keys_used < key.shape[2]:
@@ -93,7 +93,7 @@ class Layout:
         return query if self.query_slots is None else _picked(query, self.query_slots), key, value
 
     def returned(self, out: Tensor) -> Tensor:
-        """The output in the order of the queries as they were given."""
+        """Return the output in the order in which the queries were given."""
         if self.query_slots is not None:  # all of them, in another order
             index = self.query_slots[:, None, :, None].expand_as(out)
             out = torch.zeros_like(out).scatter(2, index, out)
@@ -103,7 +103,7 @@ class Layout:
 def layout(
     query: Tensor, key: Tensor, mask: Tensor | None, position_ids: Tensor | None, layer: int, model: Any = None
 ) -> Layout:
-    """The same for every layer of a forward, so it is made for the first and kept for the others.
+    """Return the layout of a forward, which its first layer makes and the other layers share.
 
     `model` is any object that the layers of one model share. Their indices rise within a forward, except where
     checkpointing runs layers again for their gradients.
@@ -229,17 +229,17 @@ class Row(Facts):
 
     @property
     def gapless(self) -> bool:
-        """No padding lies between tokens, so that both ways of counting are the same."""
+        """Whether no padding lies between tokens, so that both ways of counting agree."""
         return bool(self.last - self.begin + 1 == self.tokens)
 
     @property
     def fresh(self) -> bool:
-        """None of its tokens is from an earlier forward."""
+        """Whether no token is from an earlier forward."""
         return bool(self.begin == self.offset + self.first_query)
 
     @cached_property
     def closed_up(self) -> bool:
-        """Its positions pass over the padding between its tokens; or a refusal where that cannot be known."""
+        """Whether positions skip the padding between tokens; refuse where that cannot be known."""
         if not self.queries:
             return False
         slots = self.by_slot and self._begun(self.slot_start + self.begin, self.slot_start == 0)
@@ -275,7 +275,7 @@ class Row(Facts):
         return int(self.token_start if self.closed_up else self.slot_start)
 
     def note(self) -> None:
-        """Remember where a text begins that begins neither at 0 nor with the slots."""
+        """Remember where a text begins whose slot 0 is not position 0."""
         if self.queries and self.fresh and self.slot_start:
             begins = self.start + (0 if self.closed_up else self.begin)
             with _lock:
@@ -285,7 +285,7 @@ class Row(Facts):
                     del _starts[next(start for start in _starts if start)]
 
     def query_run(self) -> Run | None:
-        """Where the queries lie, once slots are closed up."""
+        """Return the slots and positions of the queries; None where their slots are not consecutive."""
         if not self.queries:
             return slice(0, 0), range(0)
         first = 0 if self.closed_up else self.first_query
@@ -295,7 +295,7 @@ class Row(Facts):
         return slice(first, first + self.queries), range(position, position + self.queries)
 
     def key_run(self) -> Run | None:
-        """Where the keys lie, once slots are closed up."""
+        """Return the slots and positions of the keys; None where their slots are not consecutive."""
         if not self.queries:
             return slice(0, 0), range(0)
         if self.closed_up:

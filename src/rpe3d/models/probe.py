@@ -59,7 +59,7 @@ class Seen:
 
 
 def probe(model: Any, config: Any) -> Findings:
-    """How the model rotates, or a refusal that says why a law cannot be applied to it."""
+    """Find out how a model rotates; refuse one that takes no law, with the reason."""
     family = type(model).__name__
     tables = [m for m in model.modules() if hasattr(m, "inv_freq") or hasattr(m, "full_attention_inv_freq")]
     rotaries = tuple(m for m in tables if getattr(m, "config", config) is config)
@@ -159,7 +159,7 @@ def not_finite(model: Any) -> str | None:
 
 
 def run_one_token(model: Any, family: str, position: int = 0, how: str = "by itself") -> None:
-    """A forward of one token, whose failure is a refusal."""
+    """Run a forward of one token; refuse the model if it fails."""
     device = _input_device(model)
     given = {
         "input_ids": torch.ones(1, 1, dtype=torch.long, device=device),
@@ -194,7 +194,7 @@ def _input_device(model: Any) -> torch.device:
 
 
 def unknown(kwargs: dict[str, Any]) -> str | None:
-    """A tensor that a family hands to its attention and a law knows nothing of: ignoring it would be silently wrong."""
+    """Name a tensor that a family passes to its attention and no law handles: ignoring it would be silently wrong."""
     return next((k for k, v in kwargs.items() if isinstance(v, Tensor) and k not in KNOWN), None)
 
 
@@ -226,5 +226,5 @@ def _attention(config: Any, function: Any) -> Iterator[None]:
 
 
 def refusal(family: str, reason: str) -> ConfigError:
-    """The one way in which a family is refused."""
+    """Return the error that refuses a family of models."""
     return ConfigError(f"{family} cannot be extended: {reason}", "docs/families.md lists the families that can be")

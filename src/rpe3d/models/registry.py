@@ -25,7 +25,7 @@ DYNAMIC = "rpe3d-dynamic"  # transformers looks for "dynamic" in a rope type to 
 
 
 def register() -> None:
-    """Enter our names into transformers' registries."""
+    """Register our attention and mask with transformers."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, attend)
@@ -36,7 +36,7 @@ def register() -> None:
 def rope_init(
     config: Any, device: Any = None, seq_len: Any = None, layer_type: str | None = None
 ) -> tuple[Tensor, float]:
-    """A rope-init function of transformers: the law's frequencies. Selects our attention where the law needs it."""
+    """Return the law's frequencies to transformers (rope init), and select our attention if the law needs it."""
     register()
     law = law_in(config, layer_type)
     if law.needs_attention:
@@ -74,7 +74,7 @@ def make_mask(
     local_size: int | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """`layer_mask`, or None where every slot holds a token; a window's mask for layers that keep their own."""
+    """Return `layer_mask`, None where every slot holds a token, or the window's mask of a sliding layer."""
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     if local_size is not None:
@@ -116,7 +116,7 @@ def attend(
     position_ids: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """An attention function of transformers. q and k arrive turned by stock RoPE, the cache holds such keys."""
+    """Attend under the module's law, as an attention function of transformers. q, k and the cache hold stock RoPE."""
     if sliding_window is not None:
         return _stock(module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, **kwargs)
     if strange := unknown(kwargs):

@@ -46,7 +46,7 @@ class Far:
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch with such sequences; all layers of a forward share it."""
+    """A batch with `Far` sequences; all layers of a forward share it."""
 
     far: list[Far]
     near: Any
@@ -59,7 +59,7 @@ class Batch:
 
 
 def served_law(engine: Any) -> Law | None:
-    """The law that attention has to keep in an engine; None where its rotary layer does, or there is none."""
+    """Return the law that attention must apply in an engine; None where its rotary layer does, or there is no law."""
     model = engine.model_config
     law = None if model is None else config_law(model.hf_text_config)
     return law if law is not None and law.single_turn is None and law.needs_attention else None
@@ -79,7 +79,7 @@ class LawBuilder:
 
 
 def split(common: Any, longest: float, build: Any) -> Batch | None:
-    """Sequences of more than `longest` tokens apart from the others; None where there are none."""
+    """Split off the sequences of more than `longest` tokens; None where there are none."""
     starts, lengths = common.query_start_loc_cpu.tolist(), common.seq_lens.tolist()
     rows = [row for row in range(common.num_reqs) if starts[row] < starts[row + 1]]
     far = [
@@ -145,7 +145,7 @@ class LawImpl:
             )
 
     def keys_and_values(self, layer: Any, kv_cache: Tensor, pages: Tensor) -> tuple[Tensor, Tensor]:
-        """What these pages hold, in order: [g, tokens, d] each, contiguous in d."""
+        """Return the keys and values in these pages, in order: [g, tokens, d] each, contiguous in d."""
         raise NotImplementedError
 
     def forward(
@@ -160,7 +160,7 @@ class LawImpl:
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """An attention forward of vLLM: the rows of `output` [tokens, h, d], all of them written."""
+        """Write every row of `output` [tokens, h, d], as an attention forward of vLLM."""
         batch: Batch | None = getattr(attn_metadata, "rpe3d", None)
         stock = super().forward  # type: ignore[misc]
         if batch is None:
@@ -175,7 +175,7 @@ class LawImpl:
         return output
 
     def attend_far(self, layer: Any, query: Tensor, kv_cache: Tensor, batch: Batch, output: Tensor) -> None:
-        """The sequences on which the law is not plain RoPE, one by one."""
+        """Attend in the sequences on which the law is not plain RoPE, one by one."""
         page = kv_cache.shape[2]
         for far in batch.far:
             k, v = self.keys_and_values(layer, kv_cache, far.pages[: -(-far.length // page)])

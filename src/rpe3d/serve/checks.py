@@ -14,20 +14,20 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def version_refusal(version: str) -> str | None:
-    """Why a version of vLLM is not used; None if it is."""
+    """Return why a version of vLLM is refused; None for one that is supported."""
     if ".".join(version.split(".")[:2]) in VERSIONS:
         return None
     return f"vLLM is {version}, and laws are tested with {', '.join(VERSIONS)} alone"
 
 
 def config_law(config: Any) -> Law | None:
-    """The law that a Hugging Face config carries, if any."""
+    """Return the law that a Hugging Face config carries; None without one."""
     held = carried(config)
     return None if held is None else held.law
 
 
 def check_model(config: Any) -> Law:
-    """The law of a Hugging Face config that vLLM can serve under it, or a refusal."""
+    """Return the law of a Hugging Face config; refuse a model that vLLM cannot serve under it."""
     law = config_law(config)
     if law is None:
         raise ConfigError("this model carries no law", "`rpe3d serve MODEL --context N` gives it one")
@@ -40,7 +40,7 @@ def check_model(config: Any) -> Law:
     if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
         raise ConfigError(
             f"this model sees {config.sliding_window} tokens back in some layers, and is not served under a law",
-            "set sliding_window to null in its config.json if it shall see all",
+            "set sliding_window to null in its config.json to let it see the whole text",
         )
     if law.grows:
         raise ConfigError(

@@ -51,7 +51,7 @@ class Backend(LawBackend, CPUAttentionBackend):  # type: ignore[misc]
 
 @lru_cache(maxsize=8)
 def readers(dtype: torch.dtype, page: int, dim: int, isa: str) -> tuple[Reader, Reader]:
-    """How keys and how values of a page are read: numbers are written to one, and looked for."""
+    """Return how to read the keys and the values of a page, found by writing numbers to one and looking for them."""
     number = torch.arange(page * dim).view(page, 1, dim)
     places = torch.zeros(2, page * dim, dtype=torch.long)
     for factor in (128**2, 128, 1):  # any type holds 128 numbers exactly

@@ -39,7 +39,7 @@ class Impl(LawImpl, FlashAttentionImpl):  # type: ignore[misc]
     """vLLM's flash attention, and ours where a law is more than plain RoPE."""
 
     def caches(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values as [pages, page, g, d]."""
+        """Return keys and values as [pages, page, g, d]."""
         keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         return keys, values
 

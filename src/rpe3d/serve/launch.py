@@ -62,7 +62,7 @@ def _version(package: str) -> str | None:
 
 
 def prepare(name: str, law: str | None, context: int | None, parameters: dict[str, Any]) -> Served:
-    """A model by its name, under the law that it carries or the one that is asked for."""
+    """Find a model by its name, and its law: the one that it carries or the one that is asked for."""
     from transformers import AutoConfig
 
     from rpe3d.models.failures import explained
@@ -122,7 +122,7 @@ def _extended(config: Any, law: str, context: int, parameters: dict[str, Any]) -
 
 
 def command(served: Served, name: str, host: str, port: int, options: list[str]) -> list[str]:
-    """The command line of vLLM's server."""
+    """Return the command line of vLLM's server."""
     module = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", served.source]
     address = ["--host", host, "--port", str(port), "--served-model-name", name]
     overrides = ["--hf-overrides", json.dumps(served.overrides)] if served.overrides else []
@@ -140,7 +140,7 @@ def check_port(host: str, port: int) -> None:
 
 
 def wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
-    """Until the server answers; a ConfigError if it ends before."""
+    """Wait until the server answers; raise a ConfigError if it ends before."""
     while process.poll() is None:
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=5):

@@ -7,7 +7,7 @@ BACKENDS = {"CPU_ATTN": "rpe3d.serve.cpu.Backend", "FLASH_ATTN": "rpe3d.serve.cu
 
 
 def register() -> None:
-    """Enter the rope type and the backends. Runs in every process of vLLM, and may run again."""
+    """Register the rope type and the backends. Runs in every process of vLLM, and may run again."""
     import vllm
 
     from rpe3d.serve.checks import version_refusal

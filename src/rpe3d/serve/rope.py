@@ -23,7 +23,7 @@ MADE: set[str] = set()
 
 
 def install() -> None:
-    """Put ourselves before vLLM's `get_rope`, once."""
+    """Replace vLLM's `get_rope` by one that knows laws, once."""
     stock = rotary_embedding.get_rope
     if hasattr(stock, "__wrapped__"):
         return

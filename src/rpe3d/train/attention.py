@@ -29,7 +29,7 @@ NAME = "rpe3d-training"
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingAttention:
-    """An attention function of transformers. q and k arrive turned by the law's own frequencies."""
+    """Attends under a law while training, for transformers. q and k arrive turned by the law's own frequencies."""
 
     skipping: bool = False
     """Positions skip ahead within a window, as PoSE has them."""
@@ -123,7 +123,7 @@ def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
 
 @contextmanager
 def training_attention(model: Any, chosen: TrainingAttention) -> Iterator[None]:
-    """The model with this attention, for the time of a `with`."""
+    """Give a model this attention during a `with`."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, chosen)

@@ -24,7 +24,7 @@ NAMES = "names"
 
 @dataclass
 class Steps(torch.utils.data.IterableDataset[dict[str, Any]]):
-    """The forwards of one process, step by step; `places` says where the data goes on after each."""
+    """The forwards of one process, step by step; `places` says where the data resumes after each."""
 
     samples: Iterable[Sample]
     settings: Settings
@@ -49,7 +49,7 @@ class Steps(torch.utils.data.IterableDataset[dict[str, Any]]):
 
     @property
     def accumulation(self) -> int:
-        """Forwards of a process in a step."""
+        """Number of forwards per process in a step."""
         return self.settings.batch // (self.ranks * self.settings.micro_batch)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:

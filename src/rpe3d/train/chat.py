@@ -15,7 +15,7 @@ Message = dict[str, str]
 
 
 def messages_of(name: str, record: dict[str, Any]) -> list[Message]:
-    """A record as a conversation. LongAlpaca's have an instruction and an output."""
+    """Return a record as a conversation. LongAlpaca's records have an instruction and an output."""
     if isinstance(record.get("messages"), list):
         messages: list[Message] = record["messages"]
         if not all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages):
@@ -31,7 +31,7 @@ def messages_of(name: str, record: dict[str, Any]) -> list[Message]:
 
 
 def tokenized(tokenizer: Any, name: str, messages: list[Message]) -> tuple[list[int], list[int]]:
-    """Tokens and labels. An answer is what the template adds to the prompt that a user would give it."""
+    """Return tokens and labels. An answer is what the template adds to the prompt that a user would give it."""
 
     def rendered(some: list[Message], prompt: bool) -> str:
         try:

@@ -45,16 +45,16 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def name(self, index: int) -> str:
-        """What an error or a log calls a document."""
+        """Return the name of a document in errors and logs."""
 
     def pieces(self, index: int, start: int, field: str) -> Iterator[Piece]:
-        """A document's text from `start` on, which is 0 or where a piece started."""
+        """Yield a document's text from `start` on, which is 0 or where a piece started."""
 
     def record(self, index: int) -> dict[str, Any]:
-        """The fields of a document."""
+        """Return the fields of a document."""
 
     def fingerprint(self) -> str:
-        """A digest of all that its documents are made from."""
+        """Return a digest of all that the documents are made from."""
 
 
 @dataclass(frozen=True)
@@ -113,11 +113,11 @@ class Records(ABC):
 
     @abstractmethod
     def name(self, index: int) -> str:
-        """What a user calls a document."""
+        """Return the name of a document for users."""
 
     @abstractmethod
     def record(self, index: int) -> dict[str, Any]:
-        """The fields of a document."""
+        """Return the fields of a document."""
 
     def pieces(self, index: int, start: int, field: str) -> Iterator[Piece]:
         text = self.record(index).get(field)
@@ -225,7 +225,7 @@ class Corpus:
         return self.ends[-1] if self.ends else 0
 
     def fingerprint(self) -> str:
-        """A digest of all documents in their order."""
+        """Return a digest of all documents in their order."""
         return hashlib.sha256("\n".join(source.fingerprint() for source in self.sources).encode()).hexdigest()
 
     def __getitem__(self, number: int) -> tuple[Source, int]:
@@ -235,7 +235,7 @@ class Corpus:
 
 
 def open_corpus(names: Sequence[str], split: str = "train") -> Corpus:
-    """The documents behind files, folders and dataset names, in a fixed order."""
+    """Open the documents of files, folders and dataset names, in a fixed order."""
     corpus = Corpus([source for name in names for source in _sources(name, split)])
     if not len(corpus):
         raise ConfigError(f"there are no documents in {', '.join(names)}", "give files that have some")

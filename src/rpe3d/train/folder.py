@@ -36,7 +36,7 @@ HINT = "make room or give --out another place; the same command resumes from the
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """The right to write to the folder, or a refusal where another run has it."""
+    """Hold the right to write to a folder; refuse where another run holds it."""
     busy = f"another run is writing to {folder}", "wait for it, or give --out another folder"
     unwritable = f"cannot write to {folder}", "give --out another folder"
     with files.refusing(*unwritable):
@@ -51,7 +51,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def writing(what: str) -> Iterator[None]:
-    """One sentence for whatever keeps a file from being written: a full disk is each of these, by who writes."""
+    """Turn every error of writing into one refusal: a full disk raises different errors in different libraries."""
     from safetensors import SafetensorError
 
     try:
@@ -62,7 +62,7 @@ def writing(what: str) -> Iterator[None]:
 
 
 def asked_before(folder: Path) -> dict[str, Any] | None:
-    """What the run in a folder was asked for; None in a folder without one."""
+    """Return what the run in a folder was asked for; None in a folder without a run."""
     note = folder / ASKED
     try:
         before: dict[str, Any] = json.loads(note.read_text(encoding="utf-8"))
@@ -121,7 +121,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Replace a file at once."""
+    """Replace a file in one step."""
     with writing(str(path)):
         files.write_text(path, text)
 
@@ -132,13 +132,13 @@ def step_of(checkpoint: Path) -> int:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Whole ones, oldest first: an unfinished one has another name."""
+    """Return the whole checkpoints, oldest first; an unfinished one has another name."""
     found = [(int(m[1]), path) for path in folder.iterdir() if (m := re.fullmatch(r"checkpoint-(\d+)", path.name))]
     return [path for _, path in sorted(found)]
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """Where a run goes on, if anywhere."""
+    """Return the checkpoint that a run resumes from; None where there is none."""
     found = checkpoints(folder)
     return found[-1] if found else None
 

@@ -41,12 +41,12 @@ class Watch(TrainerCallback):  # type: ignore[misc]
 
 
 def rows_of(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The steps among what a Trainer has logged."""
+    """Return the steps among what a Trainer has logged."""
     return [{name: entry[name] for name in COLUMNS} for entry in history if "tokens_per_second" in entry]
 
 
 def draw_loss(rows: list[dict[str, Any]], title: str, path: Path) -> Path:
-    """The loss by step, and its mean over a twentieth of the run."""
+    """Draw the loss by step, and its mean over a twentieth of the run."""
     from matplotlib.figure import Figure
 
     steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]

@@ -18,7 +18,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def trainable(model: Any, settings: Settings) -> Any:
-    """The model with what `settings.method` trains, in float32: bfloat16 would round small steps away."""
+    """Return the model with what `settings.method` trains in float32: bfloat16 would round small steps away."""
     if settings.method != "full":
         from peft import LoraConfig, get_peft_model
 
@@ -47,7 +47,7 @@ def trainable(model: Any, settings: Settings) -> Any:
 
 
 def base_name(model: str) -> str:
-    """How an adapter names its base: a folder by its full path."""
+    """Return the name by which an adapter calls its base: a folder by its full path."""
     path = Path(model).expanduser()
     return str(path.resolve()) if path.exists() else model
 
@@ -59,7 +59,7 @@ def _embeddings_and_norms(model: Any) -> list[str]:
 
 
 def save_trained(model: Any, folder: Path, state: dict[str, Any] | None = None) -> None:
-    """An adapter with its law beside it, or a whole model with its law in its config. No question goes to the hub."""
+    """Save an adapter with its law beside it, or a whole model with its law in its config, without asking the hub."""
     if not hasattr(model, "peft_config"):
         model.save_pretrained(folder, state_dict=state)
         return

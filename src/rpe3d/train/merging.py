@@ -16,7 +16,7 @@ from rpe3d.models.load import Loaded, load
 
 
 def adapter_base(folder: Path) -> str:
-    """The name of the model that an adapter was trained on."""
+    """Return the name of the model that an adapter was trained on."""
     path = folder / "adapter_config.json"
     try:
         return str(json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"])
@@ -27,7 +27,7 @@ def adapter_base(folder: Path) -> str:
 
 
 def merge(folder: Path, base: str | None = None, *, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Loaded:
-    """The merged model, under the adapter's law. Sums are made in float32 and rounded to `dtype` once."""
+    """Merge an adapter into its base, under the adapter's law. Sums are float32 and rounded to `dtype` once."""
     from peft import PeftModel
 
     if not folder.is_dir():

@@ -6,7 +6,7 @@ import random
 
 
 def skipped_positions(length: int, context: int, parts: int, draw: random.Random) -> list[int]:
-    """Positions of a window of `length` tokens in a context, in `parts` runs that each skip ahead.
+    """Draw positions for a window of `length` tokens in a context, in `parts` runs that each skip ahead.
 
     Section 3.2: with N chunks of l_i tokens, st_i = l_0 + ... + l_(i-1), chunk i is at u_i + st_i + [0, l_i), where
     u_0 = 0 and u_i is uniform in {u_(i-1), ..., L_t - L_c}. For N = 2 the authors' code draws l_0 uniformly from

@@ -1,4 +1,4 @@
-"""A training run from settings to a folder: it goes on where it stopped, and ends with an adapter or a model."""
+"""A training run from settings to a folder: it resumes where it stopped, and ends with an adapter or a model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from rpe3d.train.windows import Windows
 
 
 def silent(what: str, done: float, total: float) -> None:
-    """Progress that nobody watches."""
+    """Ignore progress."""
 
 
 def train(
@@ -49,7 +49,7 @@ def train(
 ) -> Path:
     """Train as `settings` say, in the folder `out`; returns the folder of the result.
 
-    The same call goes on where an earlier one stopped. `note` is called with what a user should be told.
+    The same call resumes where an earlier one stopped. `note` is called with what a user should be told.
     """
     kind = choice("device", device or ("cuda" if has_cuda() else "cpu"), ("cpu", "cuda"))
     corpus = open_corpus(settings.data, settings.split)

@@ -1,4 +1,4 @@
-"""What one forward learns from: tokens, the labels among them, and where the data goes on afterwards."""
+"""What one forward learns from: tokens, the labels among them, and where the data resumes afterwards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ IGNORED = -100
 """The label of a token that is not learned."""
 
 Place = dict[str, Any]
-"""Where to go on in the data; it lies in a checkpoint as JSON."""
+"""Where to resume in the data; it lies in a checkpoint as JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,14 +40,14 @@ def read_so_far(before: str, samples: Iterable[Sample]) -> str:
 
 
 def shuffled(count: int, seed: int, epoch: int) -> list[int]:
-    """The order of the documents in an epoch."""
+    """Return the order of the documents in an epoch."""
     order = list(range(count))
     random.Random(f"{seed}:{epoch}").shuffle(order)
     return order
 
 
 def ending(tokenizer: Any) -> list[int]:
-    """What stands between joined documents: the end-of-text token."""
+    """Return what separates joined documents: the end-of-text token."""
     if tokenizer.eos_token_id is None:
         raise ConfigError("the tokenizer has no end-of-text token to join documents with", "train without --pack")
     return [tokenizer.eos_token_id]

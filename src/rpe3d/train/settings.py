@@ -20,7 +20,7 @@ SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "
 ATTENTIONS = ("full", "s2")
 PRECISIONS = ("bf16", "fp32")
 FREE = ("micro_batch", "sequence_parallel", "gradient_checkpointing", "save_every", "tensorboard")
-"""What may change when a run goes on: it changes speed and memory, and the result by rounding at most."""
+"""What may change when a run resumes: it changes speed and memory, and the result by rounding at most."""
 
 
 HELP, TOKENS = "help", "tokens"
@@ -39,14 +39,14 @@ class Settings:
 
     kind: str
     model: str
-    context: int = option("tokens that the model shall take, as 32768 or 32k", tokens=True)
+    context: int = option("target context length, e.g. 32k", tokens=True)
     data: Sequence[str] = option("text files, folders, .jsonl or .json files, or a dataset's name")
     law: str = "3d-rpe"
     parameters: Mapping[str, Any] = field(default_factory=dict)
     """The law's own, where they are not its defaults."""
     pretrained: int | None = None
     """The pretrained length that these were made for, where that is known."""
-    split: str = option("of a dataset; default {default}, train[:20000] for a part", "train")
+    split: str = option("split of a dataset; default {default}, train[:20000] for a part", "train")
     text_field: str = option("the field of a record that holds its text; default {default}", "text")
     pack: bool = option("join documents, end-of-text between; else a window is of one document", False)
     mix: int = option("documents that are read in turn; default {default}", 16)
@@ -54,17 +54,17 @@ class Settings:
         "tokens in a window, or at most in a conversation; default the context", None, tokens=True
     )
     steps: int | None = option(
-        f"default {KINDS['lm']} (lm) or {KINDS['sft']} (sft); more than before continue a finished run", None
+        f"steps; default {KINDS['lm']} (lm) or {KINDS['sft']} (sft); more than before continue a finished run", None
     )
     batch: int = option("windows in a step, over all processes; default {default}", 8)
     micro_batch: int = option("windows in one forward; default {default}", 1)
-    method: str = option("lora (default), lora-plus (embeddings and norms, too, as LongLoRA), or full", "lora")
-    rank: int = option("of LoRA; default {default}", 8)
-    alpha: int = option("of LoRA; default {default}", 16)
-    learning_rate: float = option("default {default}", 2e-5)
-    beta1: float = option("of AdamW; default {default}", 0.9)
-    beta2: float = option("of AdamW; default {default}", 0.95)
-    weight_decay: float = option("default {default}", 0.0)
+    method: str = option("lora (default), lora-plus (also embeddings and norms, as LongLoRA), or full", "lora")
+    rank: int = option("rank of LoRA; default {default}", 8)
+    alpha: int = option("alpha of LoRA; default {default}", 16)
+    learning_rate: float = option("learning rate of AdamW; default {default}", 2e-5)
+    beta1: float = option("beta1 of AdamW; default {default}", 0.9)
+    beta2: float = option("beta2 of AdamW; default {default}", 0.95)
+    weight_decay: float = option("weight decay of AdamW; default {default}", 0.0)
     clip: float = option("the largest norm of a gradient; default {default}", 1.0)
     schedule: str = option("after the warm-up: constant (default), linear or cosine", "constant")
     warmup: int = option("steps of linear warm-up; default {default}", 20)
@@ -73,7 +73,7 @@ class Settings:
     sequence_parallel: int = option("processes that share one sequence; default {default}", 1)
     precision: str | None = option("bf16 (default on a GPU) or fp32 (default on a CPU)", None)
     gradient_checkpointing: bool = option("less memory, a third more time; default on", True)
-    seed: int = option("of the data's order and the adapter's start; default {default}", 0)
+    seed: int = option("seed of the data's order and the adapter's start; default {default}", 0)
     save_every: int = option("steps between checkpoints; default {default}", 100)
     tensorboard: bool = option("write a TensorBoard log into the run's folder", False)
 
@@ -145,13 +145,13 @@ class Settings:
         return self.steps
 
     def to_dict(self) -> dict[str, Any]:
-        """As a recipe has it."""
+        """Return the settings as a recipe stores them."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {**values, "data": list(self.data)}
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """The keywords of `Settings` that a recipe gives. `about`, its title, is not one of them."""
+    """Read the keywords of `Settings` from a recipe. `about`, its title, is not one of them."""
     hint = "give a JSON file such as those in recipes/"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

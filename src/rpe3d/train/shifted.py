@@ -19,7 +19,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor | range, Tensor | None], Tenso
 def shifted(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, group: int, attend: Attend, *, by_position: bool
 ) -> Tensor:
-    """S2-Attn of q [b, h, t, d] and k, v [b, g, t, d]. `by_position`: it asks for more than their order."""
+    """Compute S2-Attn of q [b, h, t, d] and k, v [b, g, t, d]. `by_position`: it asks for more than their order."""
     h = q.shape[1]
     k, v = (x.repeat_interleave(h // x.shape[1], dim=1) for x in (k, v))
     parts = []

@@ -24,7 +24,7 @@ from rpe3d.train.settings import SCHEDULES, Settings
 
 
 def training_arguments(settings: Settings, out: Path, steps: Steps, device: str, bf16: bool) -> TrainingArguments:
-    """The settings as the Trainer calls them."""
+    """Return the settings as a Trainer's arguments."""
     made: TrainingArguments = TrainingArguments(
         output_dir=str(out),
         max_steps=settings.total_steps,
@@ -83,11 +83,11 @@ class LawTrainer(Trainer):  # type: ignore[misc]
         self.bad_loss: str | None = None
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """The batches of this process as they are: they are shared out already."""
+        """Return this process's batches unchanged: they are divided among processes already."""
         return DataLoader(self.steps, batch_size=None)
 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
-        """A forward and a backward. A loss that is not finite is remembered, and stops the run before its step."""
+        """Run a forward and a backward. A loss that is not finite is remembered, and stops the run before its step."""
         names = inputs.pop(NAMES)
         self.step_names += names
         self.tokens += inputs["input_ids"].numel() * self.steps.processes
@@ -121,7 +121,7 @@ class LawTrainer(Trainer):  # type: ignore[misc]
             raise ConfigError(problem, hint)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """With the tokens of the step and their rate."""
+        """Log the tokens of the step and their rate as well."""
         if "loss" in logs:
             now = time.perf_counter()
             logs = {**logs, "tokens": self.tokens, "tokens_per_second": round(self.tokens / (now - self.since), 1)}

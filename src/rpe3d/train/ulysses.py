@@ -43,11 +43,11 @@ class SequenceParallel:
     group: Any
 
     def slice(self, x: Tensor) -> Tensor:
-        """This process's tokens of a whole sequence."""
+        """Return this process's tokens of a whole sequence."""
         return x.chunk(self.size, dim=1)[self.rank].contiguous()
 
     def whole(self, x: Tensor) -> Tensor:
-        """A sequence of which every process has a slice."""
+        """Return the whole sequence, of which every process has a slice."""
         parts = [torch.empty_like(x) for _ in range(self.size)]
         dist.all_gather(parts, x.contiguous(), group=self.group)
         return torch.cat(parts, dim=1)
@@ -55,7 +55,7 @@ class SequenceParallel:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, positions: Tensor | None, attend: Attend
     ) -> Tensor:
-        """Attention of this slice's queries to the whole sequence; without `positions` they are 0, 1, 2 ..."""
+        """Attend from this slice's queries to the whole sequence; without `positions` they are 0, 1, 2 ..."""
         h, g = q.shape[1], k.shape[1]
         if h % self.size:
             raise ConfigError(
@@ -73,7 +73,7 @@ class SequenceParallel:
 
 
 def sequence_parallel(size: int) -> SequenceParallel | None:
-    """The group of this process where sequences are shared by `size` neighbours; None for one alone.
+    """Return this process's group where `size` neighbours share a sequence; None for one process alone.
 
     All processes call it, in the same order.
     """

@@ -27,7 +27,7 @@ class Lane:
         self.used = used
 
     def fill(self, tokens: int) -> bool:
-        """Read until so many tokens are there; False where the document ends before."""
+        """Read until so many tokens are buffered; return False where the document ends before."""
         while sum(len(piece) for _, _, piece in self.held) - self.used < tokens:
             following = next(self.pieces, None)
             if following is None:
@@ -37,11 +37,11 @@ class Lane:
 
     @property
     def place(self) -> list[int]:
-        """The document, the start of a piece of it, and the tokens of that piece that are used."""
+        """Document, start of a piece of it, and number of used tokens of that piece."""
         return [*(self.held[0][:2] if self.held else (self.number, self.start)), self.used]
 
     def take(self, tokens: int) -> tuple[list[int], int, int]:
-        """So many tokens, and the document and the piece in which they start."""
+        """Take so many tokens; return them with the document and the piece in which they start."""
         number, start, _ = self.held[0]
         taken: list[int] = []
         while len(taken) < tokens:

@@ -28,11 +28,11 @@ class Pack:
     ends: Ends
 
     def rows_of(self, x: Float[Tensor, "1 h t d"]) -> Float[Tensor, "1 h r d"]:
-        """What is of the queries."""
+        """Return the rows of `x` that belong to the queries."""
         return _gathered(x, self.queries)
 
     def keys_of(self, x: Float[Tensor, "1 h t d"]) -> Float[Tensor, "1 h c d"]:
-        """What is of the keys."""
+        """Return the rows of `x` that belong to the keys."""
         return _gathered(x, self.keys)
 
     def forward(self, backend: Backend, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Forward:

@@ -20,12 +20,12 @@ Task = tuple[str, str]
 
 
 def suite(name: str) -> Any:
-    """The module of a suite."""
+    """Import the module of a suite."""
     return import_module(f"{__name__}.{choice('suite', name, SUITES)}")
 
 
 def parse_tasks(names: Sequence[str]) -> list[Task]:
-    """`longbench` is the paper's tasks of it, `longbench:lcc` one; `ppl` reads --texts, `ppl:X` a folder of --data."""
+    """Parse tasks: `longbench` is the paper's, `longbench:lcc` one; `ppl` reads --texts, `ppl:X` a folder of --data."""
     tasks: list[Task] = []
     for name in names:
         group, _, one = name.strip().partition(":")

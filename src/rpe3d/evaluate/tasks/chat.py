@@ -36,11 +36,11 @@ class Chat:
     form: str
 
     def encode(self, prompt: str) -> list[int]:
-        """The tokens that the model reads, with what its tokenizer adds by default."""
+        """Return the tokens that the model reads, with what its tokenizer adds by default."""
         return list(self.tokenizer(prompt, verbose=False).input_ids)
 
     def wrap(self, prompt: str, system: str = "") -> str:
-        """The prompt as a user's turn, after which the assistant's begins.
+        """Return the prompt as a user's turn, up to where the assistant's begins.
 
         Only a template has a place for `system`. Where it has none, that text opens the user's turn.
         """
@@ -73,14 +73,14 @@ class Chat:
         return str(self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **options))
 
     def cleaned(self, said: str) -> str:
-        """The answer without what xgen and internlm put around it."""
+        """Strip what xgen and internlm put around an answer."""
         if self.form == "xgen":
             return said.strip().replace("Assistant:", "")
         return said.split("<eoa>")[0] if self.form == "internlm" else said
 
 
 def chat_of(form: str, tokenizer: Any, model: str) -> tuple[Chat, str | None]:
-    """The chat called `form`, and what the user should be told; `auto` goes by the model's name, as LongBench does."""
+    """Return the chat called `form` and notes for the user; `auto` goes by the model's name, as LongBench does."""
     known = [AUTO, TEMPLATE, *FORMS]
     note = None
     if choice("chat", form, known) == TEMPLATE and not tokenizer.chat_template:
@@ -93,7 +93,7 @@ def chat_of(form: str, tokenizer: Any, model: str) -> tuple[Chat, str | None]:
 
 
 def called(model: str) -> str:
-    """A model's own name. The folder of a hub's snapshot is a hash, two below the one that has the name."""
+    """Return a model's own name: a hub snapshot's folder is a hash, two levels below the folder with the name."""
     path = Path(model).expanduser()
     real = path.resolve()
     if real.parent.name == "snapshots":

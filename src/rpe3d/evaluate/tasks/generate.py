@@ -15,7 +15,7 @@ Generator = Callable[[Sequence[str], int, bool], list[str]]
 
 
 def generator(model: Any, chat: Chat) -> Generator:
-    """`model.generate`, greedy, with the model's own end-of-text tokens. A batch too large for the memory is halved."""
+    """Return greedy `model.generate` with the model's end-of-text tokens. A batch too large for memory is halved."""
 
     def generate(prompts: Sequence[str], max_new: int, line_only: bool) -> list[str]:
         try:

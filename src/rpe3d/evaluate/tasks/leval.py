@@ -33,12 +33,12 @@ SOURCE = "the closed-ended tasks (Exam) of the hub's data set L4NLP/LEval"
 
 
 def longest(length: int) -> int:
-    """Tokens of document for a context of `length`: 3488 for 4k, 15488 for 16k."""
+    """Return how many document tokens fit a context of `length`: 3488 for 4k, 15488 for 16k."""
     return length // 1024 * 1000 - MAX_NEW
 
 
 def truncated(task: str, document: str, chat: Chat, most: int) -> str:
-    """The first words of a document that is too long, 250 fewer at each try; of code, the last ones."""
+    """Shorten a document that is too long to its first words, 250 fewer at each try; for code, to its last."""
     cut = 0
     while len(chat.encode(document)) > most:
         words = document.split(" ")
@@ -48,7 +48,7 @@ def truncated(task: str, document: str, chat: Chat, most: int) -> str:
 
 
 def message(task: str, document: str, question: str, chat: Chat) -> tuple[str, str]:
-    """The prompt, and what upstream keeps of it: the words around the document.
+    """Return the prompt, and the words around the document, which are all that upstream stores.
 
     For Llama 2 and Vicuna as their scripts have it, where a prompt goes through `str.format` as a whole; for other
     models the words of Llama 2's script in the model's own chat template, or bare.
@@ -87,7 +87,7 @@ def message(task: str, document: str, question: str, chat: Chat) -> tuple[str, s
 def samples(
     task: str, records: Sequence[Record], chat: Chat, length: int, limit: int | None = None, authors: bool = False
 ) -> list[Sample]:
-    """The task's prompts for a context of `length` tokens, question by question, the first `limit` of them."""
+    """Return the first `limit` prompts of a task for a context of `length` tokens, question by question."""
     most = longest(length)
     if most < 1:
         raise ConfigError(f"L-Eval has no room in a context of {length}", "raise --length to 1k or more")
@@ -112,7 +112,7 @@ def _fact(question: str, chat: Chat) -> str:
 
 
 def record(sample: Sample, said: Sequence[str]) -> dict[str, Any]:
-    """A line of the predictions file."""
+    """Return a line of the predictions file."""
     prediction = said[0] if len(said) == 1 else f"{said[0]} [fact: {said[1]}]"
     return {**sample.gold, KEY: prediction}
 
@@ -121,7 +121,7 @@ def record(sample: Sample, said: Sequence[str]) -> dict[str, Any]:
 
 
 def score(task: str, records: Sequence[Record]) -> Score:
-    """Exact match in percent, to two digits; of topic_retrieval_longchat and sci_fi the mean over their questions."""
+    """Return exact match in percent, to two digits; for topic_retrieval_longchat and sci_fi the mean over questions."""
     key = next((name for name in records[0] if "_pred" in name), "MODEL_pred")
     check_fields(records, {"gt": str, key: str, "evaluation": str}, HINT)
     kinds: dict[int, list[float]] = {}

@@ -42,12 +42,12 @@ DEFAULT = tuple(name for name, task in TASKS.items() if task.category != "Chines
 
 
 def longest(length: int) -> int:
-    """Tokens of prompt for a context of `length`: 3500 for 4k, 15500 for 16k, 31500 for 32k (model2maxlen.json)."""
+    """Return how many prompt tokens fit a context of `length`: 3500 for 4k, 15500 for 16k (model2maxlen.json)."""
     return length // 1024 * 1000 - 500
 
 
 def render(task: str, record: Record, chat: Chat, most: int, authors: bool = False) -> str:
-    """The prompt: cut in the middle to `most` tokens, decoded again, and then put into the chat's words.
+    """Return the prompt, cut in the middle to `most` tokens, decoded again, and then put into the chat's words.
 
     Few-shot and code tasks get no chat words; the 3D-RPE authors' own script gives them to code (`authors`).
     """
@@ -63,7 +63,7 @@ def render(task: str, record: Record, chat: Chat, most: int, authors: bool = Fal
 def samples(
     task: str, records: Sequence[Record], chat: Chat, length: int, limit: int | None = None, authors: bool = False
 ) -> list[Sample]:
-    """The task's prompts for a context of `length` tokens, the first `limit` of them."""
+    """Return the first `limit` prompts of a task for a context of `length` tokens."""
     most = longest(length)
     if most < 2:
         raise ConfigError(f"LongBench has no room in a context of {length}", "raise --length to 1k or more")
@@ -80,12 +80,12 @@ def samples(
 
 
 def record(sample: Sample, said: Sequence[str]) -> dict[str, Any]:
-    """A line of the predictions file."""
+    """Return a line of the predictions file."""
     return {"pred": said[0], **sample.gold}
 
 
 def score(task: str, records: Sequence[Record]) -> Score:
-    """100 times the mean over samples of the best over references, to two digits."""
+    """Return 100 times the mean over samples of the best score over references, to two digits."""
     metric = getattr(metrics, TASKS[task].metric)
     check_fields(records, {"pred": str, "answers": list}, HINT)
     classes = records[-1].get("all_classes") or ()  # upstream takes the last line's for all

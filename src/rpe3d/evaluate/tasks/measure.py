@@ -42,7 +42,7 @@ class Means:
 
 
 def samples_of(means: Means, task: Task, length: int) -> list[Sample]:
-    """The questions of a task, as many as asked for."""
+    """Return the samples of a task, as many as asked for."""
     if (task, length) not in means.last:
         means.last.clear()
         means.last[task, length] = _samples(means, task, length)
@@ -62,7 +62,7 @@ def _samples(means: Means, task: Task, length: int) -> list[Sample]:
 
 
 def predict(means: Means, task: Task, length: int, file: Predictions | None, advance: Advance) -> Score:
-    """The task's score. Predictions reach `file` batch by batch, in the first process, and those in it are not redone.
+    """Score a task. The first process writes predictions to `file` batch by batch; those already there are not redone.
 
     The longest prompts come first: what does not fit into memory shows at once, and prompts of a batch are alike.
     """
@@ -107,7 +107,7 @@ def _records(means: Means, samples: Sequence[Sample], task: Task, batches: Seque
 
 
 def probe(means: Means, task: Task, length: int, file: Predictions | None, advance: Advance) -> Score:
-    """Perplexity, copying or passkeys, as `rpe3d compare` measures them; what each trial gave is kept in `file`."""
+    """Measure perplexity, copying or passkeys as `rpe3d compare` does; `file` keeps what each trial gave."""
     group, _ = task
     texts = [tokenize(means.chat.tokenizer, text) for text in means.texts.get(task, ())]
     if group == "ppl":

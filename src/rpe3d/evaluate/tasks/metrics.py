@@ -37,12 +37,12 @@ def normalized(text: str) -> str:
 
 
 def qa_f1(prediction: str, reference: str, classes: Sequence[str] = ()) -> float:
-    """F1 of the bags of words, in lower case."""
+    """Return F1 of the bags of words, in lower case."""
     return _f1(normalized(prediction.lower()).split(), normalized(reference.lower()).split())
 
 
 def qa_f1_zh(prediction: str, reference: str, classes: Sequence[str] = ()) -> float:
-    """F1 of the bags of Chinese words."""
+    """Return F1 of the bags of Chinese words."""
     return _f1(*([bare for word in chinese_words(text) if (bare := _bare(word))] for text in (prediction, reference)))
 
 
@@ -70,18 +70,18 @@ def classification(prediction: str, reference: str, classes: Sequence[str]) -> f
 
 
 def count(prediction: str, reference: str, classes: Sequence[str] = ()) -> float:
-    """The share of the numbers in the prediction that are the right one."""
+    """Return the share of the numbers in the prediction that equal the right one."""
     numbers = re.findall(r"\d+", prediction)
     return numbers.count(str(reference)) / len(numbers) if numbers else 0.0
 
 
 def retrieval(prediction: str, reference: str, classes: Sequence[str] = ()) -> float:
-    """`count` of the paragraph's number."""
+    """Apply `count` to the paragraph's number."""
     return count(prediction, _paragraph(r"Paragraph (\d+)", reference))
 
 
 def retrieval_zh(prediction: str, reference: str, classes: Sequence[str] = ()) -> float:
-    """`count` of the Chinese paragraph's number."""
+    """Apply `count` to the Chinese paragraph's number."""
     return count(prediction, _paragraph(r"段落(\d+)", reference))
 
 
@@ -100,7 +100,7 @@ def code_similarity(prediction: str, reference: str, classes: Sequence[str] = ()
 
 
 def chinese_words(text: str) -> list[str]:
-    """As jieba cuts them."""
+    """Split Chinese text into words with jieba."""
     return list(_jieba().cut(text, cut_all=False))
 
 

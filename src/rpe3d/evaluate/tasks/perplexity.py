@@ -39,7 +39,7 @@ class Window:
 
     @property
     def tokens(self) -> Tensor:
-        """What the model reads. Made when it is needed: overlapping windows share the memory of their text."""
+        """Tokens that the model reads, made on demand: overlapping windows share the memory of their text."""
         return torch.cat([torch.tensor(self.first, dtype=self.ids.dtype), self.ids])
 
     def __len__(self) -> int:
@@ -62,7 +62,7 @@ First = tuple[int, ...]
 
 
 def whole_windows(texts: Sequence[Tokens], length: int, count: int | None, first: First) -> list[Window]:
-    """`count` windows: texts take turns, and in a text the windows sit in the middle of equal shares of it.
+    """Return `count` windows: texts take turns, and each window sits in the middle of an equal share of its text.
 
     Texts shorter than a window have none. Windows of a short text overlap when many are asked for.
     """
@@ -80,7 +80,7 @@ def whole_windows(texts: Sequence[Tokens], length: int, count: int | None, first
 
 
 def overlapping_windows(texts: Sequence[Tokens], length: int, count: int | None, first: First) -> list[Window]:
-    """Windows of one stream at multiples of the stride; the one that would end it is dropped, as published."""
+    """Return windows of one stream at multiples of the stride, without the window that would end it, as published."""
     stream = torch.cat([text.ids for text in texts])
     starts = [0]
     for text in texts[:-1]:
@@ -94,7 +94,7 @@ def overlapping_windows(texts: Sequence[Tokens], length: int, count: int | None,
 
 
 def sliding_windows(texts: Sequence[Tokens], length: int, count: int | None, first: First) -> list[Window]:
-    """Windows of each text at multiples of the stride; the first scores all of its tokens, the others the new ones.
+    """Return each text's windows at multiples of the stride; the first scores all its tokens, the others the new ones.
 
     The last window of a text ends with it and may be shorter. Texts shorter than a window have none.
     """
@@ -130,17 +130,17 @@ PROTOCOLS: dict[str, Callable[[Sequence[Tokens], int, int | None, First], list[W
 
 
 def bucket_width(length: int) -> int:
-    """Positions that share a bucket of the curve: 64 buckets, of 128 positions or more."""
+    """Return how many positions share a bucket of the curve: 64 buckets, of 128 positions or more."""
     return max(128, math.ceil(length / 64))
 
 
 def tail_of(length: int) -> int:
-    """Tokens in a window's tail: 4096, or half of a shorter window."""
+    """Return how many tokens a window's tail has: 4096, or half of a shorter window."""
     return min(TAIL, length // 2)
 
 
 def score(model: Any, windows: Sequence[Window], length: int) -> list[Score]:
-    """One forward of windows that have the same number of tokens. The tail is of what is scored."""
+    """Score windows of equal length in one forward. The tail counts scored tokens alone."""
     losses = token_nll(model, torch.stack([w.tokens for w in windows]), max(w.scored for w in windows)).double().cpu()
     return [_score(row[-window.scored :], window, length) for row, window in zip(losses, windows, strict=True)]
 
@@ -162,7 +162,7 @@ def _score(losses: Tensor, window: Window, length: int) -> Score:
 
 
 def mean_nll(scores: Sequence[Score], protocol: str = "windows") -> tuple[float, float]:
-    """The loss over all windows, and that of their tails: by tokens, or in the published protocols by windows."""
+    """Return the mean loss of all windows and of their tails: by tokens, or in the published protocols by windows."""
     by_token = protocol == "windows"
     weights = [(s.scored, s.tail) if by_token else (1, 1) for s in scores]
     whole = sum(s.nll * w for s, (w, _) in zip(scores, weights, strict=True)) / sum(w for w, _ in weights)
@@ -171,7 +171,7 @@ def mean_nll(scores: Sequence[Score], protocol: str = "windows") -> tuple[float,
 
 
 def by_position(scores: Sequence[Score], length: int) -> list[dict[str, Any]]:
-    """The mean loss by position in the window, over all windows."""
+    """Return the mean loss by position in the window, over all windows."""
     width = bucket_width(length)
     curve: dict[int, tuple[float, int]] = {}
     for bucket, total, n in (item for s in scores for item in s.sums):
@@ -184,7 +184,7 @@ def by_position(scores: Sequence[Score], length: int) -> list[dict[str, Any]]:
 
 
 def batches(windows: Sequence[Window], batch: int) -> list[list[Window]]:
-    """At most `batch` windows that have the same number of tokens, in order."""
+    """Group windows of equal length, at most `batch` together, in order."""
     groups: list[list[Window]] = []
     for window in windows:
         fits = groups and len(groups[-1]) < batch and len(groups[-1][0]) == len(window)
@@ -205,7 +205,7 @@ def perplexity(
     batch: int = 1,
     first: First = (),
 ) -> float:
-    """exp of the mean loss over windows of `length` tokens; `first` is what each of them opens with (BOS)."""
+    """Return exp of the mean loss over windows of `length` tokens, each of which opens with `first` (BOS)."""
     cut = PROTOCOLS[protocol](texts, length, windows, first)
     scores = [s for group in batches(cut, batch) for s in score(model, group, length)]
     return math.exp(mean_nll(scores, protocol)[0])

@@ -33,7 +33,7 @@ class Score:
 
 
 def read_records(path: Path) -> list[Record]:
-    """The objects of a JSONL file, plain or as .xz, .gz or .bz2; blank lines count for nothing."""
+    """Read the objects of a JSONL file, plain or as .xz, .gz or .bz2; blank lines are skipped."""
     hint = "give a JSONL file: UTF-8, one object a line"
     with reading(path, hint) as file:
         lines = file.read().split(b"\n")
@@ -70,7 +70,7 @@ def check_fields(records: Sequence[Record], fields: Mapping[str, type], hint: st
 
 
 def append(path: Path, records: Sequence[Record]) -> None:
-    """Add lines to a file that may be new."""
+    """Append lines to a file, which is made if need be."""
     lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ def append(path: Path, records: Sequence[Record]) -> None:
 
 
 def kept(path: Path) -> list[Record]:
-    """What an earlier run left; the line that a kill cut short is taken off the file."""
+    """Read what an earlier run left, and remove a last line that a kill cut short."""
     if not path.exists():
         return []
     raw = path.read_bytes()
@@ -109,7 +109,7 @@ class Predictions:
                 raise ConfigError(f"{where} was predicted from another model, other settings or other data", START_OVER)
 
     def kept(self) -> list[Record]:
-        """Return the records of an earlier run from the same."""
+        """Return the records that an earlier run made from the same inputs."""
         self.check()
         return kept(self.path)
 

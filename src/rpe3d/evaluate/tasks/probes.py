@@ -42,7 +42,7 @@ class Bench:
         return PROTOCOLS[self.settings.protocol](self.texts, length, self.settings.window_count, self.first)
 
     def work(self, length: int) -> float:
-        """This process's part of a row."""
+        """Return how much of a row is this process's work."""
         many = {"ppl": len(self.windows(length)), "copy": self.settings.copies, "passkey": self.settings.passkeys}
         return sum(len(self.ranks.share(range(many[m]))) for m in self.measures) * _work(length)
 

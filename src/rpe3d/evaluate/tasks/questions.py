@@ -29,12 +29,12 @@ class Data:
 
     @property
     def sha256(self) -> str:
-        """Of the records themselves, so that a compressed copy counts as the same."""
+        """Digest of the records themselves, so that a compressed copy counts as the same."""
         return hashlib.sha256(json.dumps(self.records, sort_keys=True).encode()).hexdigest()
 
 
 def load(suite: str, task: str, folder: Path | None) -> Data:
-    """The questions of a task: of `FOLDER/SUITE/TASK.jsonl` or `FOLDER/TASK.jsonl`, else `TASK.mini.jsonl`.
+    """Load a task's questions from `FOLDER/SUITE/TASK.jsonl` or `FOLDER/TASK.jsonl`, else `TASK.mini.jsonl`.
 
     Files may be compressed (.xz, .gz, .bz2). Without a folder they are the hub's.
     """
@@ -83,7 +83,7 @@ def _from_hub(suite: str, task: str) -> Data:
 
 
 def load_texts(name: str, folder: Path | None) -> list[Text]:
-    """The texts in `FOLDER/NAME`, for perplexity."""
+    """Load the texts in `FOLDER/NAME`, for perplexity."""
     if folder is None or not (folder / name).is_dir():
         where = "--data is not given" if folder is None else f"there is no folder {folder / name}"
         raise ConfigError(f"ppl:{name} has no texts: {where}", f"put text files into DIR/{name}, and give --data DIR")

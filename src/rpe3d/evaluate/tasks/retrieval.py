@@ -30,12 +30,12 @@ LARGEST_KEY = 49999
 
 
 def passage_of(length: int) -> int:
-    """Tokens that are repeated: 512, or a quarter of a window shorter than 2048."""
+    """Return how many tokens are repeated: 512, or a quarter of a window shorter than 2048."""
     return min(PASSAGE, length // 4)
 
 
 def make_copy(texts: Sequence[Tokens], length: int, seed: int, first: tuple[int, ...] = ()) -> Tensor:
-    """A window [length]: a passage, unrelated text, the passage again.
+    """Make a window [length]: a passage, unrelated text, the passage again.
 
     All texts are one ring. The unrelated text starts anywhere on it, and the passage lies half-way round from there.
     """
@@ -53,7 +53,7 @@ def make_copy(texts: Sequence[Tokens], length: int, seed: int, first: tuple[int,
 
 
 def copy_nll(model: Any, trials: Tensor) -> list[float]:
-    """The mean loss of the last 7/8 of each repetition (448 tokens of 512), for trials [b, length] of `make_copy`."""
+    """Return the mean loss of the last 7/8 of each repetition (448 of 512), for trials [b, length] of `make_copy`."""
     losses = token_nll(model, trials, passage_of(trials.shape[1]) * 7 // 8)
     return [float(x) for x in losses.double().mean(1).cpu()]
 
@@ -69,7 +69,7 @@ class Passkey:
 
 
 def make_passkey(tokenizer: Any, length: int, depth: float, seed: int, first: tuple[int, ...] = ()) -> Passkey:
-    """Prompt and answer are `length` tokens together; `depth` of the grass comes before the key."""
+    """Make a prompt and its answer, `length` tokens together; `depth` of the grass comes before the key."""
     key = random.Random(seed).randint(1, LARGEST_KEY)
     question = encode(tokenizer, "\n" + QUESTION)
     answer = encode(tokenizer, f"\n{QUESTION} {key}")[len(question) :]
@@ -86,7 +86,7 @@ def make_passkey(tokenizer: Any, length: int, depth: float, seed: int, first: tu
 
 @torch.no_grad()
 def passkey_found(model: Any, trial: Passkey) -> list[int]:
-    """What the model says greedily, up to the first token that is wrong: one forward, over the right answer, too.
+    """Return the greedy answer up to its first wrong token, in one forward over prompt and right answer.
 
     As long as the model agrees, that answer is what it has said, so its next token is that of `passkey`. Decoding takes
     a step for every token instead, most of the time of a short prompt.
@@ -101,7 +101,7 @@ def passkey_found(model: Any, trial: Passkey) -> list[int]:
 
 @torch.no_grad()
 def passkey(model: Any, trial: Passkey) -> list[int]:
-    """What the model says, as many tokens as the right answer has: greedy, with a cache."""
+    """Return the greedy answer, with as many tokens as the right one, decoded with a cache."""
     last = {"logits_to_keep": 1} if head_in_pieces(model) else {}
     out = model(trial.prompt[None].to(model.device), use_cache=True, **last)
     said = [out.logits[:, -1].argmax(-1, keepdim=True)]

@@ -21,7 +21,7 @@ HINT = 'give predictions in RULER\'s format: {"index": ..., "pred": ..., "output
 
 
 def samples(task: str, chat: Chat, length: int, count: int | None, essay: str) -> list[Sample]:
-    """`count` prompts of at most `length` tokens with their answers; None: 500, as upstream."""
+    """Return `count` prompts of at most `length` tokens with their answers; None: 500, as upstream."""
     if task not in DEFAULT:
         raise ConfigError(f"ruler:{task} asks about data sets that cannot be made here", f"choose {', '.join(DEFAULT)}")
     builder = Builder(chat=chat, length=length, essay=essay)
@@ -34,12 +34,12 @@ def samples(task: str, chat: Chat, length: int, count: int | None, essay: str) -
 
 
 def record(sample: Sample, said: Sequence[str]) -> dict[str, Any]:
-    """A line of the predictions file."""
+    """Return a line of the predictions file."""
     return {"pred": said[0], **sample.gold}
 
 
 def score(task: str, records: Sequence[Record]) -> Score:
-    """The share of the answers that are in the prediction, in percent; of questions, whether any is."""
+    """Return the percentage of the answers found in the prediction; for questions, whether any is."""
     check_fields(records, {"pred": str, "outputs": list}, HINT)
     total = 0.0
     for number, one in enumerate(records, 1):

@@ -40,7 +40,7 @@ Made = tuple[str, list[str]]
 
 @cache
 def word_lists() -> dict[str, list[str]]:
-    """wonderwords' nouns, adjectives and verbs."""
+    """Read wonderwords' nouns, adjectives and verbs."""
     try:
         place = files("wonderwords.assets")
     except ModuleNotFoundError:
@@ -80,7 +80,7 @@ class Compounds(Sequence[str]):
 
 @cache
 def compounds() -> Compounds:
-    """Of wonderwords' lists."""
+    """Return every adjective with every noun of wonderwords' lists."""
     lists = word_lists()
     return Compounds(lists["adjectives"], lists["nouns"])
 
@@ -94,7 +94,7 @@ class Builder:
     essay: str
 
     def build(self, task: str, count: int) -> list[tuple[str, list[str], int]]:
-        """`count` prompts with their answers, and the tokens of prompt and longest answer."""
+        """Return `count` prompts with their answers, and the tokens of prompt and longest answer."""
         self.draw = random.Random(SEED)
         self.numbers = np.random.RandomState(SEED)
         settings = dict(CONFIG["tasks"][task])
