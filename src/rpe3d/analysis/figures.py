@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rpe3d.analysis import draw, draw_sphere, ours, paper
+from rpe3d.analysis import draw, draw_attention, draw_sphere, ours, paper
 from rpe3d.analysis.table import Table
 from rpe3d.drawing.axes import RC, Paint
 from rpe3d.drawing.palette import PAGE
@@ -35,6 +35,7 @@ FIGURES: Mapping[str, Figure] = {
     "supplement-a": Figure(paper.bloch, draw_sphere.draw_bloch, (6.2, 4.4)),
     "positions": Figure(ours.positions, draw.draw_positions, (10.5, 6.0)),
     "regions": Figure(ours.regions, draw.draw_regions, (8.0, 5.0)),
+    "attention": Figure(ours.attention, draw_attention.draw_attention, (11.0, 4.0)),
 }
 
 

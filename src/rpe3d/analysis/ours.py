@@ -1,4 +1,4 @@
-"""Figures that the paper does not have: every law on one model, 8k extended to 64k."""
+"""Figures that the paper does not have: every law on one model, 8k extended to 64k, and how attention runs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 from rpe3d.analysis.shown import distances, runs, shown
 from rpe3d.analysis.table import Table, numbers
+from rpe3d.attention.blocked.schedule import schedule
 from rpe3d.geometry import LAWS, make_law
 
 MODEL: dict[str, Any] = {"pretrained": 8192, "context": 65536, "head_dim": 64, "rope_theta": 1e5}
@@ -41,5 +42,24 @@ def regions() -> Table:
         "Compressed: turned otherwise, but to angles met in training. Unseen: some plane is turned to an angle that it "
         "never met there, which only planes can that did not go full circle.",
         columns=("law", "pretrained", "kind", "first", "last"),
+        rows=rows,
+    )
+
+
+def attention() -> Table:
+    """The library calls that compute a short text under 3D-RPE (`rpe3d.attention.blocked`), piece by piece."""
+    law = make_law("3d-rpe", pretrained=16, context=24, head_dim=64, chunk=4, window=4, reach=16)
+    tokens = range(law.context)
+    calls = [call for block in schedule(law.regions, tokens, tokens, 16) for call in block.calls]
+    rows = [
+        (number, call.region, call.shape, call.query + step, call.rows, call.key + step, call.columns)
+        for number, call in enumerate(calls, 1)
+        for step in range(0, call.times * (call.step or 1), call.step or 1)
+    ]
+    return Table(
+        title="How attention under a law runs",
+        caption="24 tokens in chunks of 4 under 3D-RPE with a window of one chunk. Near pairs keep RoPE, far pairs are "
+        "turned otherwise; few library calls cover both, and their parts are merged exactly.",
+        columns=("call", "region", "shape", "query", "rows", "key", "columns"),
         rows=rows,
     )
