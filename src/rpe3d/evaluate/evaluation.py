@@ -38,7 +38,7 @@ from rpe3d.evaluate.tasks.measure import Advance, Means, predict, probe
 from rpe3d.evaluate.tasks.predictions import Predictions, Score, predictions_file, remove_predictions
 from rpe3d.evaluate.tasks.questions import Data
 from rpe3d.evaluate.texts import Text
-from rpe3d.evaluate.under import Place, about_as_it_is, laws_of, under
+from rpe3d.evaluate.under import Cell, about_as_it_is, laws_of, under
 from rpe3d.geometry import Law
 
 
@@ -162,7 +162,7 @@ def origins(data: Mapping[Task, Data], texts: Mapping[Task, Sequence[Text]]) -> 
 
 
 def _row(
-    means: Means, place: Place, law: Law | ConfigError | None, task: Task, kept: Predictions | None, advance: Advance
+    means: Means, place: Cell, law: Law | ConfigError | None, task: Task, kept: Predictions | None, advance: Advance
 ) -> Row:
     """One task under one law. A refusal, or running out of memory, is the row's result, not the end."""
     label, length = place

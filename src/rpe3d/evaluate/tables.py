@@ -36,7 +36,7 @@ class Line:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table:
+class PaperTable:
     """A table of the paper, or one in its manner."""
 
     title: str
@@ -45,7 +45,7 @@ class Table:
     note: str = ""
 
 
-def tables(results: Results) -> list[Table]:
+def tables(results: Results) -> list[PaperTable]:
     """Return the tables that the results have rows for."""
     rows = [row for row in results["rows"] if row["status"] == "ok"]
     made = [_categories(rows), _tasks(rows, "longbench", longbench.TASKS), _tasks(rows, "leval", leval.TASKS)]
@@ -53,7 +53,7 @@ def tables(results: Results) -> list[Table]:
     return [table for table in made if table is not None]
 
 
-def _categories(rows: Sequence[Row]) -> Table | None:
+def _categories(rows: Sequence[Row]) -> PaperTable | None:
     """Table 1: the plain mean over a category's tasks, where all of them were measured."""
     wanted = PAPER["longbench_categories"]["columns"]
     lines = []
@@ -68,7 +68,7 @@ def _categories(rows: Sequence[Row]) -> Table | None:
     return _with_quoted("longbench_categories", wanted, lines, "LongBench, means over the tasks of a category")
 
 
-def _tasks(rows: Sequence[Row], group: str, known: Iterable[str]) -> Table | None:
+def _tasks(rows: Sequence[Row], group: str, known: Iterable[str]) -> PaperTable | None:
     """A column for each task that was measured, with the number of its samples."""
     places = _by_place(rows, group)
     columns = [task for task in known if any(task in scores for scores in places.values())]
@@ -81,11 +81,11 @@ def _tasks(rows: Sequence[Row], group: str, known: Iterable[str]) -> Table | Non
     titles = {"longbench": "LongBench", "leval": "L-Eval, exact match", "ruler": "RULER"}
     title = f"{titles[group]} (number of samples)"
     if group == "ruler":
-        return Table(title=title, columns=[*heads, "mean"], lines=lines) if lines else None
+        return PaperTable(title=title, columns=[*heads, "mean"], lines=lines) if lines else None
     return _with_quoted(group, columns, lines, title, heads)
 
 
-def _perplexity(rows: Sequence[Row]) -> Table | None:
+def _perplexity(rows: Sequence[Row]) -> PaperTable | None:
     """Table 3: a column for each text at each length."""
     measured = [row for row in rows if row["suite"] == "ppl"]
     columns = list(dict.fromkeys((row["task"] or "texts", row["length"]) for row in measured))
@@ -98,19 +98,19 @@ def _perplexity(rows: Sequence[Row]) -> Table | None:
     return _with_quoted("ppl", heads, made, f"Perplexity, protocol {protocols}")
 
 
-def _probes(rows: Sequence[Row]) -> Table | None:
+def _probes(rows: Sequence[Row]) -> PaperTable | None:
     """Passkeys in percent and the loss of copies, at each length."""
     lines = []
     for place in dict.fromkeys(_place(row) for row in rows if row["suite"] in PROBES[1:]):
         scores = {row["suite"]: row["score"] for row in rows if _place(row) == place}
         lines.append(Line(label=place, cells=[scores.get(probe) for probe in PROBES[1:]]))
     title = "Passkeys found, in percent, and loss per token of a copied passage"
-    return Table(title=title, columns=PROBES[1:], lines=lines) if lines else None
+    return PaperTable(title=title, columns=PROBES[1:], lines=lines) if lines else None
 
 
 def _with_quoted(
     name: str, columns: Sequence[str], lines: Sequence[Line], title: str, heads: Sequence[str] | None = None
-) -> Table | None:
+) -> PaperTable | None:
     """The table with the paper's lines below, in those columns that both have."""
     if not lines:
         return None
@@ -121,7 +121,7 @@ def _with_quoted(
         for label, cells in paper["rows"].items()
     ]
     some = any(at is not None for at in places)
-    return Table(
+    return PaperTable(
         title=f"{paper['title']}: {title}" if some else title,
         columns=heads or columns,
         lines=[*lines, *(quoted if some else ())],

@@ -12,12 +12,12 @@ from rpe3d.config import ConfigError
 from rpe3d.geometry import Law, LawSpec
 from rpe3d.models import extend, facts, law_of, restore
 
-Place = tuple[str, int]
+Cell = tuple[str, int]
 """A law's label and a length."""
 STOCK = "stock"
 
 
-def laws_of(model: Any, entries: Sequence[LawSpec], lengths: Sequence[int]) -> Mapping[Place, Law | ConfigError | None]:
+def laws_of(model: Any, entries: Sequence[LawSpec], lengths: Sequence[int]) -> Mapping[Cell, Law | ConfigError | None]:
     """Return every law at every length, as `laws_at`; refuse where there is none at all.
 
     Without laws the model as it is, which is None: any checkpoint can be measured so, also one that takes no law.
@@ -32,9 +32,9 @@ def laws_of(model: Any, entries: Sequence[LawSpec], lengths: Sequence[int]) -> M
 
 def laws_at(
     entries: Sequence[LawSpec], lengths: Sequence[int], known: Mapping[str, Any]
-) -> dict[Place, Law | ConfigError]:
+) -> dict[Cell, Law | ConfigError]:
     """Return every law at every length as its documentation has it for that length; where it has none, its refusal."""
-    made: dict[Place, Law | ConfigError] = {}
+    made: dict[Cell, Law | ConfigError] = {}
     for entry in entries:
         for length in lengths:
             try:

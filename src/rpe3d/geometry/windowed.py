@@ -16,7 +16,7 @@ def used_length(pretrained: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Window(Law):
+class Windowed(Law):
     """Laws that are exact RoPE below a distance `window`."""
 
     window: int = parameter(None, "distances below this are exact RoPE; default pretrained / 8")

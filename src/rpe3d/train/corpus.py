@@ -31,7 +31,7 @@ PIECE = 2**20  # bytes of a text that are read, and tokenized, at once
 LONGEST = 2**30  # bytes of a line: it is read whole
 
 
-class Piece(NamedTuple):
+class Excerpt(NamedTuple):
     """Part of a document: where it starts, its text, and whether it is the last."""
 
     start: int
@@ -47,7 +47,7 @@ class Source(Protocol):
     def name(self, index: int) -> str:
         """Return the name of a document in errors and logs."""
 
-    def pieces(self, index: int, start: int, field: str) -> Iterator[Piece]:
+    def pieces(self, index: int, start: int, field: str) -> Iterator[Excerpt]:
         """Yield a document's text from `start` on, which is 0 or where a piece started."""
 
     def record(self, index: int) -> dict[str, Any]:
@@ -75,14 +75,14 @@ class TextFile:
     def fingerprint(self) -> str:
         return _digest(self.path)
 
-    def pieces(self, index: int, start: int, field: str) -> Iterator[Piece]:
+    def pieces(self, index: int, start: int, field: str) -> Iterator[Excerpt]:
         with reading(self.path, "give a text file") as file:
             file.seek(start)
             block = file.read(PIECE + 1)
             while block:  # where a piece ends depends on where it starts alone
                 last = len(block) <= PIECE
                 cut = len(block) if last else _cut(block[:PIECE])
-                yield Piece(start, self._decoded(block[:cut], start), last)
+                yield Excerpt(start, self._decoded(block[:cut], start), last)
                 start += cut
                 block = block[cut:]
                 block += file.read(PIECE + 1 - len(block))
@@ -119,7 +119,7 @@ class Records(ABC):
     def record(self, index: int) -> dict[str, Any]:
         """Return the fields of a document."""
 
-    def pieces(self, index: int, start: int, field: str) -> Iterator[Piece]:
+    def pieces(self, index: int, start: int, field: str) -> Iterator[Excerpt]:
         text = self.record(index).get(field)
         if not isinstance(text, str):
             raise ConfigError(f"{self.name(index)} has no text in {field!r}", "name its field with --text-field")
@@ -127,7 +127,7 @@ class Records(ABC):
             stop = min(start + PIECE, len(text))
             if stop < len(text):
                 stop = max(text.rfind("\n", start, stop), text.rfind(" ", start, stop)) + 1 or stop
-            yield Piece(start, text[start:stop], stop == len(text))
+            yield Excerpt(start, text[start:stop], stop == len(text))
             start = stop
 
 

@@ -22,7 +22,7 @@ SOURCE = "`data.zip` of the hub's data set THUDM/LongBench"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class TaskSpec:
     """A task as the data file has it."""
 
     category: str
@@ -31,9 +31,9 @@ class Task:
     prompt: str
 
 
-def _tasks() -> dict[str, Task]:
+def _tasks() -> dict[str, TaskSpec]:
     content = json.loads((files(__package__) / "data" / "longbench.json").read_text(encoding="utf-8"))
-    return {name: Task(**task) for name, task in content["tasks"].items()}
+    return {name: TaskSpec(**task) for name, task in content["tasks"].items()}
 
 
 TASKS = _tasks()

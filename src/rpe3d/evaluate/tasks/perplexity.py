@@ -47,7 +47,7 @@ class Window:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Score:
+class Losses:
     """What one window gave: mean losses of all scored tokens and of the tail, and sums by position."""
 
     nll: float
@@ -139,20 +139,20 @@ def tail_of(length: int) -> int:
     return min(TAIL, length // 2)
 
 
-def score(model: Any, windows: Sequence[Window], length: int) -> list[Score]:
+def score(model: Any, windows: Sequence[Window], length: int) -> list[Losses]:
     """Score windows of equal length in one forward. The tail counts scored tokens alone."""
     losses = token_nll(model, torch.stack([w.tokens for w in windows]), max(w.scored for w in windows)).double().cpu()
     return [_score(row[-window.scored :], window, length) for row, window in zip(losses, windows, strict=True)]
 
 
-def _score(losses: Tensor, window: Window, length: int) -> Score:
+def _score(losses: Tensor, window: Window, length: int) -> Losses:
     end = len(window)
     width = bucket_width(length)
     buckets = torch.arange(end - window.scored, end) // width
     sums = torch.zeros(math.ceil(length / width), dtype=torch.float64).index_add_(0, buckets, losses)
     counts = buckets.bincount(minlength=len(sums))
     tail = min(tail_of(length), window.scored)
-    return Score(
+    return Losses(
         nll=float(losses.mean()),
         tail_nll=float(losses[-tail:].mean()),
         scored=window.scored,
@@ -161,7 +161,7 @@ def _score(losses: Tensor, window: Window, length: int) -> Score:
     )
 
 
-def mean_nll(scores: Sequence[Score], protocol: str = "windows") -> tuple[float, float]:
+def mean_nll(scores: Sequence[Losses], protocol: str = "windows") -> tuple[float, float]:
     """Return the mean loss of all windows and of their tails: by tokens, or in the published protocols by windows."""
     by_token = protocol == "windows"
     weights = [(s.scored, s.tail) if by_token else (1, 1) for s in scores]
@@ -170,7 +170,7 @@ def mean_nll(scores: Sequence[Score], protocol: str = "windows") -> tuple[float,
     return whole, tail
 
 
-def by_position(scores: Sequence[Score], length: int) -> list[dict[str, Any]]:
+def by_position(scores: Sequence[Losses], length: int) -> list[dict[str, Any]]:
     """Return the mean loss by position in the window, over all windows."""
     width = bucket_width(length)
     curve: dict[int, tuple[float, int]] = {}

@@ -14,7 +14,7 @@ import torch
 from rpe3d.evaluate.grid import Progress
 from rpe3d.evaluate.ranks import Ranks
 from rpe3d.evaluate.settings import Asked
-from rpe3d.evaluate.tasks.perplexity import PROTOCOLS, Score, Window, batches, by_position, mean_nll, score
+from rpe3d.evaluate.tasks.perplexity import PROTOCOLS, Losses, Window, batches, by_position, mean_nll, score
 from rpe3d.evaluate.tasks.retrieval import copy_nll, make_copy, make_passkey, passkey_found
 from rpe3d.evaluate.texts import Tokens
 
@@ -115,7 +115,7 @@ def _passkeys(bench: Bench, length: int) -> Found:
 
 
 def _perplexity(found: Found, length: int, protocol: str) -> dict[str, Any] | None:
-    scores: list[Score] = [item[-1] for item in found["windows"]]
+    scores: list[Losses] = [item[-1] for item in found["windows"]]
     nll, tail = mean_nll(scores, protocol)
     if not (nll < 700 and tail < 700):  # NaN, or beyond what exp can hold
         return None

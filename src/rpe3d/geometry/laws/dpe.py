@@ -22,13 +22,13 @@ from rpe3d.drawing.palette import DASHED, GREEN, Style
 from rpe3d.geometry.law import parameter
 from rpe3d.geometry.laws.self_extend import default_group
 from rpe3d.geometry.region import Region, Turn, by_pair
-from rpe3d.geometry.windowed import Window
+from rpe3d.geometry.windowed import Windowed
 
 GROUPS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dpe(Window):
+class Dpe(Windowed):
     """Self-Extend with groups of its own for each part of the pairs of dimensions."""
 
     name: ClassVar[str] = "dpe"

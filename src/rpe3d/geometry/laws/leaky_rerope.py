@@ -12,11 +12,11 @@ from rpe3d.config import real
 from rpe3d.drawing.palette import DASHED, PINK, Style
 from rpe3d.geometry.law import parameter
 from rpe3d.geometry.region import Region, Turn
-from rpe3d.geometry.windowed import Window, used_length
+from rpe3d.geometry.windowed import Windowed, used_length
 
 
 @dataclass(frozen=True, kw_only=True)
-class LeakyReRope(Window):
+class LeakyReRope(Windowed):
     """Let the distance grow beyond `window` at `slope`."""
 
     name: ClassVar[str] = "leaky-rerope"

@@ -8,11 +8,11 @@ from typing import ClassVar
 from rpe3d.drawing.palette import PINK, Style
 from rpe3d.geometry.laws.leaky_rerope import leaky_regions
 from rpe3d.geometry.region import Region
-from rpe3d.geometry.windowed import Window
+from rpe3d.geometry.windowed import Windowed
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReRope(Window):
+class ReRope(Windowed):
     """Show every distance from `window` on as `window`."""
 
     name: ClassVar[str] = "rerope"

@@ -13,11 +13,11 @@ from rpe3d.config import ConfigError, whole
 from rpe3d.drawing.palette import GREEN, Style
 from rpe3d.geometry.law import parameter
 from rpe3d.geometry.region import Region, Turn
-from rpe3d.geometry.windowed import Window, used_length
+from rpe3d.geometry.windowed import Windowed, used_length
 
 
 @dataclass(frozen=True, kw_only=True)
-class SelfExtend(Window):
+class SelfExtend(Windowed):
     """Keep near pairs exact and floor far positions to groups."""
 
     name: ClassVar[str] = "self-extend"

@@ -12,11 +12,11 @@ from rpe3d.config import LONGEST, ConfigError, whole
 from rpe3d.drawing.palette import DASHED, GREY, Style
 from rpe3d.geometry.law import parameter
 from rpe3d.geometry.region import Region, Turn
-from rpe3d.geometry.windowed import Window
+from rpe3d.geometry.windowed import Windowed
 
 
 @dataclass(frozen=True, kw_only=True)
-class StreamingLlm(Window):
+class StreamingLlm(Windowed):
     """See the last tokens and the first few (sinks), and leave out the rest."""
 
     name: ClassVar[str] = "streaming-llm"
