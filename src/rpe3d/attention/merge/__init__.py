@@ -1,4 +1,7 @@
-"""Partial attentions of the same rows, merged exactly: softmax over a union of keys from softmaxes over its parts."""
+"""Computes one attention from partial ones of the same rows: a softmax over all keys from softmaxes over some of them.
+
+Used by `blocked`: one kernel on a GPU, PyTorch elsewhere. Equals `reference` over all keys.
+"""
 
 from __future__ import annotations
 
