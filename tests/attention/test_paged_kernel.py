@@ -7,7 +7,6 @@ import torch
 
 from rpe3d import ConfigError, make_law
 from rpe3d.attention import attention
-from rpe3d.attention.lowering import plan
 
 pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -111,9 +110,16 @@ def test_a_law_that_turns_keys_one_by_one_is_refused(device):
     ("name", "parameters", "expected"),
     [("3d-rpe", {}, 4), ("3d-rpe", {"sinks": 1}, 4), ("streaming-llm", {}, 4), ("rope", {}, 4), ("dca", {}, 8)],
 )
-def test_a_law_that_turns_in_more_ways_takes_more_warps(name, parameters, expected):
-    """The first tokens that do not fade turn as the other far ones do."""
-    law = make_law(name, pretrained=8192, context=65536, head_dim=128, **parameters)
-    from rpe3d.attention.decode.paged import warps
+def test_a_law_that_turns_in_more_ways_is_launched_with_more_warps(name, parameters, expected, device, monkeypatch):
+    """With four, `dca`'s registers spill. First tokens that do not fade turn as the other far ones do."""
+    from rpe3d.attention.decode import paged as paged_kernel
 
-    assert warps(plan(law).ways) == expected
+    launched = []
+    monkeypatch.setattr(paged_kernel._paged, "bind", lambda *launch: lambda *first: launched.append(launch[-1]))
+    law = make_law(name, pretrained=8192, context=65536, head_dim=128, **parameters)
+    q, cache = torch.randn(1, 4, 1, 128, device=device), torch.randn(2, 16, 2, 128, device=device)
+    numbers = torch.zeros(1, 2, dtype=torch.int32, device=device)
+    given = {"pages": numbers, "lengths": numbers[:, 0] + 20, "scale": 1.0}
+    for options in ({}, {"num_warps": 2}):
+        paged_kernel.attend(q, cache, cache, law, **given, **options)
+    assert [options["num_warps"] for options in launched] == [expected, 2]
