@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import platform
-import subprocess
 import sys
 from pathlib import Path
 
 import torch
+
+from rpe3d.evaluate.origin import commit
 
 COLUMNS = ("machine", "torch", "commit", "recipe")
 
@@ -16,7 +17,7 @@ def stamp(*, cuda: bool) -> dict[str, str]:
     """The machine, torch, the commit (with a + where files differ from it) and the command."""
     machine = torch.cuda.get_device_name() if cuda else f"{platform.machine()}, {torch.get_num_threads()} threads"
     recipe = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *_without_folder(sys.argv[1:])])
-    return dict(zip(COLUMNS, (machine, torch.__version__, _commit(), recipe), strict=True))
+    return dict(zip(COLUMNS, (machine, torch.__version__, commit() or "unknown", recipe), strict=True))
 
 
 def _without_folder(arguments: list[str]) -> list[str]:
@@ -25,13 +26,3 @@ def _without_folder(arguments: list[str]) -> list[str]:
         return arguments
     at = arguments.index("--out")
     return [*arguments[:at], "--out", "DIR", *arguments[at + 2 :]]
-
-
-def _commit() -> str:
-    def git(*command: str) -> str:
-        return subprocess.run(["git", *command], capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import csv
 import re
 import shlex
 from importlib import import_module
@@ -110,6 +111,15 @@ def test_flags_in_sentences_exist(page):
         elif flags and not re.match(r"(pip|pytest|accelerate|git|python|make|cargo|vllm) ", code):
             every = {flag for verb in VERBS for flag in parser_of(verb)._option_string_actions}
             assert code.split()[0] not in flags or flags[0] in every | OTHERS, code
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "results").glob("*.csv")), ids=lambda path: path.name)
+def test_every_number_of_a_result_names_its_commit(path):
+    """A + is for files that differed from it; <= for the commit that brought a row without a stamp."""
+    with path.open(newline="", encoding="utf-8") as file:
+        commits = {row["commit"] for row in csv.DictReader(file)}
+    assert commits
+    assert not [name for name in commits if not re.fullmatch(r"[0-9a-f]{7}\+?|<=[0-9a-f]{7}", name)]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -17,46 +18,21 @@ from rpe3d.attention.blocked.run import Blocked
 from rpe3d.attention.blocked.task import Task
 from rpe3d.attention.problem import placed
 from rpe3d.rotation import cos_sin, rotate, table
+from rpe3d.testing import assert_as_good, assert_gradients_as_good, gradients, random_problem, small_law
 
-CHUNKY = {
-    "3d-rpe": {"chunk": 8, "window": 16, "reach": 28, "focus": 1.5, "fade": 0.75, "sinks": 3},
-    "3d-rpe-definition": {"chunk": 24},
-    "3d-rpe-dual-chunk": {"chunk": 20, "window": 24},
-    "dca": {"chunk": 20, "window": 24},
-    "self-extend": {"window": 12, "group": 16},
-    "rerope": {"window": 9},
-    "leaky-rerope": {"window": 9, "slope": 0.05},
-    "streaming-llm": {"window": 11, "sinks": 3},
-    "string": {"pretrained": 64, "context": 64, "shift": 20, "local": 5},
-    "dpe": {"window": 12, "scales": (3, 16, 1, 40)},
-}
+TOKENS = 150
 
 
-def law_for(name, head_dim=16, **model):
-    model = {"pretrained": 32, "context": 256, "head_dim": head_dim} | CHUNKY.get(name, {}) | model
-    return make_law(name, **model)
+def law_for(name, **changes):
+    return small_law(name, **{"head_dim": 16} | changes)
 
 
-def vectors(b=2, h=6, g=2, t=75, s=75, d=16, dtype=torch.float32, seed=0):
-    """Random q, k, v."""
-    random = torch.Generator().manual_seed(seed)
-    shapes = ((b, h, t, d), (b, g, s, d), (b, g, s, d))
-    return tuple(torch.randn(shape, generator=random, dtype=torch.float64).to(dtype) for shape in shapes)
-
-
-def plain_error(q, k, v, truth_dtype=torch.float64):
-    """The largest error of the machine's own causal attention at this dtype and shape, against float64."""
-    group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    truth = scaled_dot_product_attention(q.to(truth_dtype), k.to(truth_dtype), v.to(truth_dtype), is_causal=True)
-    return (scaled_dot_product_attention(q, k, v, is_causal=True) - truth).abs().max().item()
-
-
-def assert_as_good_as_plain(out, truth, q, k, v):
-    """Error <= 2 x the eager error, with a few roundings of the result as the floor."""
-    assert not out.isnan().any()
-    floor = 4 * torch.finfo(out.dtype).eps * truth.abs().max().item()
-    assert (out.double() - truth).abs().max().item() <= 2 * plain_error(q, k, v) + floor
+def vectors(law, b=2, t=TOKENS, s=None, dtype=torch.float64, **shape):
+    """Return q, k and v, the same ones whenever they are asked for."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        x = random_problem(law, b=b, t=t, s=s or t, dtype=dtype, **shape)
+    return x.q, x.k, x.v
 
 
 def specification(q, k, v, law, **options):
@@ -68,14 +44,14 @@ def specification(q, k, v, law, **options):
 def test_the_specification_is_the_softmax_of_the_law_s_own_angles(name, turned):
     """Scores written down pair by pair from relative_angles, in complex128: nothing of attention's own code.
 
-    The far keys of 3D-RPE, more than two chunks of 8 away and not among the first three, weigh together
-    (Σ w^τ)^(1/τ) (28 / p)^(3/4) once p is above 28, each in proportion to its own w^τ, with τ = (log p / log 28)^1.5.
+    The far keys of 3D-RPE, more than two chunks of 16 away and not among the first three, weigh together
+    (Σ w^τ)^(1/τ) (64 / p)^(3/4) once p is above 64, each in proportion to its own w^τ, with τ = (log p / log 64)^1.5.
     """
     law = law_for(name)
-    q, k, v = vectors(b=1, h=2, g=2, t=60, s=60, dtype=torch.float64)
-    position = torch.arange(60)
+    q, k, v = vectors(law, b=1, h=2, g=2)
+    position = torch.arange(TOKENS)
     out, lse = attention(*stock(q, k, law), v, law, rotated=True) if turned else attention(q, k, v, law)
-    length = 60 if name == "dynamic" else None
+    length = TOKENS if name == "dynamic" else None
     angles = law.relative_angles(position[:, None], position[None, :], length)
     complexes = [torch.complex(x[..., :8], x[..., 8:]) for x in (q, k)]
     product = complexes[0][:, :, :, None] * complexes[1][:, :, None].conj()
@@ -83,12 +59,12 @@ def test_the_specification_is_the_softmax_of_the_law_s_own_angles(name, turned):
     hidden = (position[None, :] > position[:, None]) | angles[..., 0].isnan()
     weights = scores.masked_fill(hidden, -torch.inf).exp()
     if name == "3d-rpe":
-        p = position.double().clamp(min=28)
-        tau = ((p.log() / math.log(28)) ** 1.5)[:, None]
-        far = (position[:, None] // 8 - position[None, :] // 8 > 2) & (position >= 3)
+        p = position.double().clamp(min=64)
+        tau = ((p.log() / math.log(64)) ** 1.5)[:, None]
+        far = (position[:, None] // 16 - position[None, :] // 16 > 2) & (position >= 3)
         sharp = torch.where(far, weights, 0.0) ** tau
         total = sharp.sum(-1, keepdim=True)
-        weights = torch.where(far, sharp / total * total ** (1 / tau) * ((28 / p) ** 0.75)[:, None], weights)
+        weights = torch.where(far, sharp / total * total ** (1 / tau) * ((64 / p) ** 0.75)[:, None], weights)
     torch.testing.assert_close(out, weights / weights.sum(-1, keepdim=True) @ v, rtol=0, atol=1e-11)
     torch.testing.assert_close(lse, weights.sum(-1).log(), rtol=0, atol=1e-11)
 
@@ -105,25 +81,22 @@ def stock(q, k, law, queries=None, keys=None):
     return turned
 
 
+@pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", laws())
-def test_blocked_attention_is_as_exact_as_plain_attention(name, dtype):
-    law = law_for(name)
-    q, k, v = vectors(dtype=dtype)
-    truth, truth_lse = specification(q, k, v, law)
-    out, lse = attention(q, k, v, law, impl="blocked")
-    assert_as_good_as_plain(out, truth, q, k, v)
-    torch.testing.assert_close(lse.double(), truth_lse, rtol=0, atol=1e-5 if dtype == torch.float32 else 0.04)
+def test_blocked_attention_is_as_good_as_eager(name, dtype, turned):
+    x = replace(random_problem(law_for(name), b=2, t=TOKENS, s=TOKENS, dtype=dtype), rotated=turned)
+    assert_as_good(x, *attention(x.q, x.k, x.v, x.law, rotated=turned, impl="blocked"), kernel=False)
 
 
-@pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 15, 16, 17, 23, 24, 25, 32, 33, 64, 65, 100])
+@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 31, 32, 33, 40, 41, 42, 48, 49, 55, 64, 65, 68, 69, 150])
 @pytest.mark.parametrize(
     "name", ["3d-rpe", "dca", "self-extend", "streaming-llm", "3d-rpe-dual-chunk", "string", "dpe"]
 )
 def test_blocked_attention_holds_at_every_alignment(name, length, poisoned):
     """Length 1, one chunk, one more, and every place where a window or a block can end."""
     law = law_for(name)
-    q, k, v = vectors(b=1, t=length, s=length, dtype=torch.float64)
+    q, k, v = vectors(law, b=1, t=length)
     truth, truth_lse = specification(q, k, v, law)
     out, lse = attention(q, k, v, law, impl="blocked")
     torch.testing.assert_close(out, truth, rtol=0, atol=1e-12)
@@ -133,11 +106,8 @@ def test_blocked_attention_holds_at_every_alignment(name, length, poisoned):
 @pytest.mark.parametrize(("heads", "groups"), [(1, 1), (3, 1), (6, 2), (8, 1)])
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 def test_heads_and_dimensions_of_real_models(heads, groups, head_dim):
-    law = law_for("3d-rpe", head_dim=head_dim)
-    q, k, v = vectors(b=1, h=heads, g=groups, d=head_dim)
-    truth, _ = specification(q, k, v, law)
-    out, _ = attention(q, k, v, law, impl="blocked")
-    assert_as_good_as_plain(out, truth, q, k, v)
+    x = random_problem(law_for("3d-rpe", head_dim=head_dim), h=heads, g=groups, t=TOKENS, s=TOKENS)
+    assert_as_good(replace(x, rotated=False), *attention(x.q, x.k, x.v, x.law, impl="blocked"), kernel=False)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -145,7 +115,7 @@ def test_heads_and_dimensions_of_real_models(heads, groups, head_dim):
 @pytest.mark.parametrize("name", ["3d-rpe", "dpe"])
 def test_partial_and_interleaved_rotary(name, interleaved, rotary_dim):
     law = law_for(name, rotary_dim=rotary_dim, interleaved=interleaved)
-    q, k, v = vectors(dtype=torch.float64)
+    q, k, v = vectors(law)
     out, _ = attention(q, k, v, law, impl="blocked")
     torch.testing.assert_close(out, specification(q, k, v, law)[0], rtol=0, atol=1e-12)
 
@@ -155,14 +125,10 @@ def test_partial_and_interleaved_rotary(name, interleaved, rotary_dim):
 def test_gradients_are_those_of_the_specification(name, waiting, monkeypatch):
     """The merge weights are part of the function: detaching them, as is common, is off by about 16 %."""
     monkeypatch.setattr(run, "WAITING", waiting)
-    law = law_for(name)
-    gradients = []
-    weight = torch.randn(2, 6, 75, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    for impl in ("reference", "blocked"):
-        q, k, v = (x.requires_grad_() for x in vectors(dtype=torch.float64))
-        out, _ = attention(q, k, v, law, impl=impl)
-        gradients.append(torch.autograd.grad((out * weight).sum(), (q, k, v)))
-    for ours, truth in zip(*gradients, strict=True):
+    x = random_problem(law_for(name), b=2, t=TOKENS, s=TOKENS, dtype=torch.float64)
+    weight = torch.randn(2, 6, TOKENS, 16, dtype=torch.float64)
+    found = [gradients(x, partial(attention, law=x.law, impl=impl), weight) for impl in ("blocked", "reference")]
+    for ours, truth in zip(*found, strict=True):
         torch.testing.assert_close(ours, truth, rtol=0, atol=1e-11)
 
 
@@ -174,7 +140,7 @@ def test_gradients_are_those_of_the_specification(name, waiting, monkeypatch):
 def test_blocks_of_rows_and_slabs_of_keys_change_nothing(name, parameters, rows, slab):
     """Long texts go in blocks of rows and their far keys in slabs, which meet in merges of up to twelve parts."""
     law = law_for(name, rotary_dim=8, **parameters)
-    x = [y.requires_grad_() for y in vectors(b=1, t=200, s=200, dtype=torch.float64)]
+    x = [y.requires_grad_() for y in vectors(law, b=1, t=200)]
     weight = torch.randn(1, 6, 200, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     task = Task(
         law=law,
@@ -199,7 +165,7 @@ def test_tables_are_made_once_for_all_layers_and_the_oldest_go(monkeypatch):
     made, make = [], table.table
     monkeypatch.setattr(table, "table", lambda *x: made.append(x) or make(*x))
     law = law_for("3d-rpe")
-    q, k, v = (x.requires_grad_() for x in vectors(dtype=torch.float64))
+    q, k, v = (x.requires_grad_() for x in vectors(law))
     found, counts = [], []
     for most in (table.KEPT, 0):
         monkeypatch.setattr(table, "KEPT", most)
@@ -222,26 +188,14 @@ def test_tables_are_made_once_for_all_layers_and_the_oldest_go(monkeypatch):
 @pytest.mark.parametrize("name", ["3d-rpe", "dca", "self-extend"])
 def test_gradcheck(name):
     law = law_for(name, head_dim=4)
-    q, k, v = (x.requires_grad_() for x in vectors(b=1, h=2, g=1, t=43, s=43, d=4, dtype=torch.float64))
+    q, k, v = (x.requires_grad_() for x in vectors(law, b=1, h=2, g=1, t=91))
     assert torch.autograd.gradcheck(lambda *x: attention(*x, law, impl="blocked")[0], (q, k, v), fast_mode=True)
 
 
-def test_gradients_in_float32_are_as_good_as_the_eager_path_s():
-    """Twice its error at most, on the same law: the specification in float32 is what one would write without blocks."""
-    law = law_for("3d-rpe")
-    weight = torch.randn(2, 6, 75, 16, generator=torch.Generator().manual_seed(1))
-
-    def gradients(impl, dtype):
-        q, k, v = (x.requires_grad_() for x in vectors(dtype=dtype))
-        out, _ = attention(q, k, v, law, impl=impl)
-        return torch.autograd.grad((out * weight.to(dtype)).sum(), (q, k, v))
-
-    truth = gradients("reference", torch.float64)
-    for ours, eager, exact in zip(
-        gradients("blocked", torch.float32), gradients("reference", torch.float32), truth, strict=True
-    ):
-        floor = 4 * torch.finfo(torch.float32).eps * exact.abs().max()
-        assert (ours - exact).abs().max() <= 2 * (eager - exact).abs().max() + floor
+@pytest.mark.parametrize("name", ["rope", "3d-rpe", "dca", "self-extend", "streaming-llm"])
+def test_gradients_in_float32_are_as_good_as_the_eager_path_s(name):
+    x = random_problem(law_for(name), b=2, t=TOKENS, s=TOKENS)
+    assert_gradients_as_good(x, partial(attention, law=x.law, rotated=True, impl="blocked"))
 
 
 @pytest.mark.parametrize("impl", ["reference", "blocked", "auto"])
@@ -249,13 +203,13 @@ def test_gradients_in_float32_are_as_good_as_the_eager_path_s():
 def test_prefill_in_pieces_and_token_by_token_equals_one_forward(name, impl):
     """Facts 3: keys depend on their own position alone. Dynamic NTK alone changes its frequencies on the way."""
     law = law_for(name)
-    q, k, v = vectors(dtype=torch.float64)
+    q, k, v = vectors(law)
     if name == "dynamic":
         pytest.skip("dynamic NTK turns old keys anew as the text grows; its cache is the model layer's concern")
     q, k = stock(q, k, law)
     whole, whole_lse = attention(q, k, v, law, rotated=True, impl="reference")
     outs, lses = [], []
-    for a, b in [(0, 31), (31, 32), (32, 61), (61, 73), (73, 74), (74, 75)]:
+    for a, b in [(0, 63), (63, 64), (64, 121), (121, 148), (148, 149), (149, 150)]:
         out, lse = attention(q[:, :, a:b], k[:, :, :b], v[:, :, :b], law, rotated=True, impl=impl)
         outs.append(out)
         lses.append(lse)
@@ -268,18 +222,18 @@ def test_prefill_in_pieces_and_token_by_token_equals_one_forward(name, impl):
 def test_a_padded_batch_equals_each_sequence_alone(name, impl):
     """Left padding, right padding and none in one batch; rows of padding are zeros."""
     law = law_for(name)
-    q, k, v = vectors(b=3, dtype=torch.float64)
-    pads = [(0, 0), (13, 0), (0, 22)]
-    mask = torch.ones(3, 75, dtype=torch.bool)
-    positions = torch.zeros(3, 75, dtype=torch.long)
+    q, k, v = vectors(law, b=3)
+    pads = [(0, 0), (13, 0), (0, 42)]
+    mask = torch.ones(3, TOKENS, dtype=torch.bool)
+    positions = torch.zeros(3, TOKENS, dtype=torch.long)
     for b, (left, right) in enumerate(pads):
         mask[b, :left] = False
-        mask[b, 75 - right :] = False
-        positions[b, left : 75 - right] = torch.arange(75 - left - right)
+        mask[b, TOKENS - right :] = False
+        positions[b, left : TOKENS - right] = torch.arange(TOKENS - left - right)
     masks = {"query_mask": mask, "key_mask": mask, "query_positions": positions, "key_positions": positions}
     out, lse = attention(q, k, v, law, impl=impl, **masks)
     for b, (left, right) in enumerate(pads):
-        tokens = slice(left, 75 - right)
+        tokens = slice(left, TOKENS - right)
         alone = [x[b : b + 1, :, tokens] for x in (q, k, v)]
         expected, expected_lse = attention(*alone, law, impl="reference")
         torch.testing.assert_close(out[b : b + 1, :, tokens], expected, rtol=0, atol=1e-12)
@@ -291,7 +245,7 @@ def test_a_padded_batch_equals_each_sequence_alone(name, impl):
 @pytest.mark.parametrize("impl", ["reference", "blocked"])
 def test_a_row_that_sees_nothing_is_zeros(impl):
     law = law_for("3d-rpe")
-    q, k, v = vectors(b=1, t=5, s=5, dtype=torch.float64)
+    q, k, v = vectors(law, b=1, t=5)
     mask = torch.tensor([[False, False, True, True, True]])
     out, lse = attention(q, k, v, law, key_mask=mask, impl=impl)
     assert (out[:, :, :2] == 0).all()
@@ -303,10 +257,11 @@ def test_a_row_that_sees_nothing_is_zeros(impl):
 @pytest.mark.parametrize("sinks", [None, 0.7])
 def test_a_batch_of_padding_alone_is_zeros(impl, sinks):
     """The contract: a row that sees nothing is zeros, and its log-sum-exp -inf, or the sink's."""
-    q, k, v = vectors(t=20, s=40)
+    law = law_for("3d-rpe")
+    q, k, v = vectors(law, t=20, s=40, dtype=torch.float32)
     nothing = torch.zeros(2, 20, dtype=torch.bool)
     given = {"query_mask": nothing, "sinks": None if sinks is None else torch.full((6,), sinks)}
-    out, lse = attention(q, k, v, law_for("3d-rpe"), impl=impl, **given)
+    out, lse = attention(q, k, v, law, impl=impl, **given)
     assert (out == 0).all()
     torch.testing.assert_close(lse, torch.full_like(lse, -torch.inf if sinks is None else sinks))
 
@@ -316,15 +271,15 @@ def test_a_batch_of_padding_alone_is_zeros(impl, sinks):
 def test_the_log_sum_exp_has_its_gradient(name, padded):
     """As the specification has it, to float64; the library's calls know nothing of it."""
     law = law_for(name)
-    mask = torch.ones(2, 75, dtype=torch.bool)
+    mask = torch.ones(2, TOKENS, dtype=torch.bool)
     if padded:
-        mask[0, 60:], mask[1, :20] = False, False
+        mask[0, 120:], mask[1, :40] = False, False
     where = (mask.cumsum(1) - 1).clamp(min=0)
     given = {"query_positions": where, "key_positions": where, "query_mask": mask, "key_mask": mask}
-    weight, sinks = torch.randn(2, 6, 75, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
+    weight, sinks = torch.randn(2, 6, TOKENS, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
     results = []
     for impl in ("blocked", "reference"):
-        leaves = [x.clone().requires_grad_() for x in (*vectors(dtype=torch.float64), sinks)]
+        leaves = [x.clone().requires_grad_() for x in (*vectors(law), sinks)]
         out, lse = attention(*leaves[:3], law, impl=impl, sinks=leaves[3], **given)
         results.append(torch.autograd.grad((lse * weight).sum() + out.square().sum(), leaves))
     for ours, truth in zip(*results, strict=True):
@@ -336,8 +291,8 @@ def test_the_log_sum_exp_has_its_gradient(name, padded):
 def test_positions_with_gaps_are_exact_too(name, known, monkeypatch):
     """As PoSE trains: chunk laws have a schedule; bands of distances go in dense tiles, in linear memory."""
     law = law_for(name)
-    q, k, v = (x.requires_grad_() for x in vectors(dtype=torch.float64))
-    rows = [[*range(40), *range(100, 135)], [*range(9, 20), *range(23, 29), *range(31, 89)]]
+    q, k, v = (x.requires_grad_() for x in vectors(law))
+    rows = [[*range(80), *range(160, 230)], [*range(9, 40), *range(43, 57), *range(63, 168)]]
     positions = placed(torch.tensor(rows), None) if known else torch.tensor(rows)
     given = {"query_positions": positions, "key_positions": positions}
     truth, _ = attention(q, k, v, law, impl="reference", **given)
@@ -354,8 +309,8 @@ def test_many_sequences_with_gaps_have_their_own_sinks(monkeypatch):
     """More tokens in all than a slab of far keys has."""
     law = law_for("3d-rpe")
     monkeypatch.setattr(blocked, "Task", partial(Task, slab=100))
-    q, k, v = (x.requires_grad_() for x in vectors(b=9, dtype=torch.float64))
-    rows = [[*range(30 + b), *range(100 + 7 * b, 145 + 6 * b)] for b in range(9)]
+    q, k, v = (x.requires_grad_() for x in vectors(law, b=9))
+    rows = [[*range(60 + b), *range(110 + 7 * b, 200 + 6 * b)] for b in range(9)]
     given = {"query_positions": torch.tensor(rows), "key_positions": torch.tensor(rows)}
     results = []
     for impl in ("reference", "blocked"):
@@ -368,8 +323,8 @@ def test_many_sequences_with_gaps_have_their_own_sinks(monkeypatch):
 def test_gaps_of_queries_that_are_not_those_of_the_keys_are_exact():
     """The schedule is for tokens that see themselves: these are tiled."""
     law = law_for("3d-rpe")
-    q, k, v = vectors(b=1, dtype=torch.float64)
-    keys = torch.cat([torch.arange(40), torch.arange(100, 135)])
+    q, k, v = vectors(law, b=1)
+    keys = torch.cat([torch.arange(80), torch.arange(160, 230)])
     given = {"query_positions": keys + 3, "key_positions": keys}
     out, _ = attention(q, k, v, law, impl="blocked", **given)
     torch.testing.assert_close(out, attention(q, k, v, law, impl="reference", **given)[0], rtol=0, atol=1e-12)
@@ -377,8 +332,7 @@ def test_gaps_of_queries_that_are_not_those_of_the_keys_are_exact():
 
 def test_values_may_have_another_size_than_keys():
     law = law_for("3d-rpe")
-    q, k, _ = vectors(dtype=torch.float64)
-    v = torch.randn(2, 2, 75, 24, dtype=torch.float64)
+    q, k, v = vectors(law, e=24)
     out, _ = attention(q, k, v, law, impl="blocked")
     torch.testing.assert_close(out, attention(q, k, v, law, impl="reference")[0], rtol=0, atol=1e-12)
 
@@ -390,7 +344,7 @@ def test_softcap_sinks_and_scale_are_honoured(name):
     for options in ({"softcap": 3.0}, {"scale": 0.1}, {"sinks": torch.randn(6, dtype=torch.float64)}):
         results = []
         for impl in ("reference", "blocked"):
-            q, k, v = (x.requires_grad_() for x in vectors(dtype=torch.float64))
+            q, k, v = (x.requires_grad_() for x in vectors(law))
             leaves = [q, k, v]
             given = dict(options)
             if "sinks" in given:
@@ -400,10 +354,11 @@ def test_softcap_sinks_and_scale_are_honoured(name):
             results.append((out, lse, *torch.autograd.grad(out.square().sum(), leaves)))
         for a, b in zip(*results, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
-    q, k, v = vectors(b=1, t=20, s=20, dtype=torch.float64)
-    capped, _ = attention(q, k, v, law_for("rope"), softcap=3.0)
-    sunk, lse = attention(q, k, v, law_for("rope"), sinks=torch.full((6,), 0.7, dtype=torch.float64))
-    turned_q, turned_k = stock(q, k, law_for("rope"))
+    law = law_for("rope")
+    q, k, v = vectors(law, b=1, t=20)
+    capped, _ = attention(q, k, v, law, softcap=3.0)
+    sunk, lse = attention(q, k, v, law, sinks=torch.full((6,), 0.7, dtype=torch.float64))
+    turned_q, turned_k = stock(q, k, law)
     scores = turned_q @ turned_k.repeat_interleave(3, 1).transpose(-1, -2) / 4
     causal = torch.ones(20, 20, dtype=torch.bool).tril()
     values = v.repeat_interleave(3, 1)
@@ -415,11 +370,11 @@ def test_softcap_sinks_and_scale_are_honoured(name):
     torch.testing.assert_close(lse, total.log(), rtol=0, atol=1e-7)
 
 
-@pytest.mark.parametrize("length", [1, 10, 24])
+@pytest.mark.parametrize("length", [1, 20, 48])
 def test_bounded_attention_on_short_inputs_is_the_library_s_own(length):
     """Fact 1: up to w + c tokens nothing is changed, bit for bit."""
     law = law_for("3d-rpe")
-    q, k, v = vectors(t=length, s=length)
+    q, k, v = vectors(law, t=length, dtype=torch.float32)
     q, k = stock(q, k, law)
     out, _ = attention(q, k, v, law, rotated=True, impl="blocked")
     expected = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -430,16 +385,16 @@ def test_bounded_attention_on_short_inputs_is_the_library_s_own(length):
 def test_inference_compiles_to_one_graph_and_the_same_bits(name):
     """torch.compile(fullgraph=True): a prefill, and decoding steps with positions as tensors."""
     law = law_for(name)
-    q, k, v = vectors(dtype=torch.float64)
+    q, k, v = vectors(law)
 
     def prefill(q, k, v, sinks):
         return attention(q, k, v, law, sinks=sinks)
 
     def step(q, k, v, position):
-        return attention(q, k, v, law, rotated=True, query_positions=position, key_positions=torch.arange(75))
+        return attention(q, k, v, law, rotated=True, query_positions=position, key_positions=torch.arange(TOKENS))
 
     cases = [(prefill, (q, k, v, torch.linspace(0, 1, 6)))]
-    cases += [(step, (q[:, :, t : t + 1], k, v, torch.tensor([t]))) for t in (70, 74)]
+    cases += [(step, (q[:, :, t : t + 1], k, v, torch.tensor([t]))) for t in (140, 149)]
     with torch.no_grad():
         for function, given in cases:
             compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
@@ -452,7 +407,7 @@ def test_training_under_compile_breaks_the_graph_and_keeps_the_gradients():
     law = law_for("3d-rpe")
     results = []
     for compile_it in (False, True):
-        q, k, v = (x.requires_grad_() for x in vectors(dtype=torch.float64))
+        q, k, v = (x.requires_grad_() for x in vectors(law))
 
         def loss(q, k, v):
             return attention(q * 2, k, v, law)[0].square().sum()
@@ -488,15 +443,16 @@ WRONG = [
 
 @pytest.mark.parametrize(("wrong", "message"), WRONG)
 def test_wrong_input_is_one_clear_sentence(wrong, message):
-    q, k, v = vectors(b=1, h=2, g=2, t=5, s=5)
-    given = {"q": q, "k": k, "v": v, "law": law_for("3d-rpe")} | wrong
+    law = law_for("3d-rpe")
+    q, k, v = vectors(law, b=1, h=2, g=2, t=5, dtype=torch.float32)
+    given = {"q": q, "k": k, "v": v, "law": law} | wrong
     with pytest.raises(ConfigError, match=message) as caught:
         attention(**given)
     assert "\n" not in str(caught.value)
 
 
 def test_vectors_that_are_scattered_in_memory_are_read_right():
-    law = make_law("3d-rpe", pretrained=64, context=512, head_dim=16, chunk=8, window=16, reach=32)
-    q, k, v = (torch.randn(1, 2, 16, 100).mT for _ in range(3))
+    law = law_for("3d-rpe")
+    q, k, v = (torch.randn(1, 2, 16, TOKENS).mT for _ in range(3))
     ours, truth = (attention(q, k, v, law, rotated=True, impl=impl)[0] for impl in ("blocked", "reference"))
     torch.testing.assert_close(ours, truth)

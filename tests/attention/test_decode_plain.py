@@ -11,33 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rpe3d import make_law
 from rpe3d.attention import attention, explain, reference
 from rpe3d.attention.decode import plain as decode_plain
-from rpe3d.attention.problem import check
 from rpe3d.config import ConfigError
 from rpe3d.geometry import LAWS
-
-CPU = torch.device("cpu")
-SMALL = {
-    "3d-rpe": {"chunk": 16, "window": 32, "reach": 64, "focus": 1.5, "fade": 0.75, "sinks": 2},
-    "3d-rpe-definition": {"chunk": 50},
-    "3d-rpe-dual-chunk": {"chunk": 20, "window": 48, "phi_base": 1.5},
-    "dca": {"chunk": 20, "window": 48},
-    "self-extend": {"window": 16},
-    "rerope": {"window": 16},
-    "leaky-rerope": {"window": 16},
-}
+from rpe3d.testing import SMALL, random_problem, small_law
 
 
-def law_for(name, **model):
-    """A context below twice the pretrained length, so that every law reaches it."""
-    return make_law(name, pretrained=128, context=230, **{"head_dim": 64} | SMALL.get(name, {}) | model)
-
-
-def problem(law, *, b=1, h=6, g=2, t=1, s=220, e=None, dtype=torch.float64, device=CPU, **options):
-    d = law.rotary.head_dim
-    q = torch.randn(b, t, h, d, dtype=dtype, device=device).transpose(1, 2)
-    k, v = (torch.randn(b, g, s, width, dtype=dtype, device=device) for width in (d, e or d))
-    given = {"query_positions": range(s - t, s), "key_positions": range(s)} | options
-    return check(q, k, v, law, rotated=True, **given)
+def problem(law, **options):
+    return random_problem(law, **{"s": 220, "dtype": torch.float64} | options)
 
 
 def step(x):
@@ -53,13 +33,13 @@ def assert_is_reference(x):
 @pytest.mark.parametrize("t", [1, 3, 16])
 @pytest.mark.parametrize("name", LAWS)
 def test_every_law_is_the_reference_in_float64(name, t):
-    assert_is_reference(problem(law_for(name), b=2, t=t))
+    assert_is_reference(problem(small_law(name), b=2, t=t))
 
 
 @pytest.mark.parametrize("options", [{"softcap": 4.0}, {"e": 40}, {"softcap": 4.0, "e": 40}])
 @pytest.mark.parametrize("name", ["3d-rpe", "self-extend", "streaming-llm"])
 def test_products_take_what_the_library_does_not(name, options):
-    assert_is_reference(problem(law_for(name), t=3, sinks=torch.linspace(-5, 9, 6), scale=0.3, **options))
+    assert_is_reference(problem(small_law(name), t=3, sinks=torch.linspace(-5, 9, 6), scale=0.3, **options))
 
 
 @pytest.mark.parametrize("t", [1, 2])
@@ -74,24 +54,24 @@ def test_rows_that_see_only_the_end_of_a_long_piece_are_right(chunk, t):
 
 @pytest.mark.parametrize("keys", [range(7, 227), range(16, 236), range(15, 235)])
 def test_keys_may_begin_within_a_chunk(keys):
-    x = problem(law_for("3d-rpe"), t=2, query_positions=range(keys.stop - 2, keys.stop), key_positions=keys)
+    x = problem(small_law("3d-rpe"), t=2, query_positions=range(keys.stop - 2, keys.stop), key_positions=keys)
     assert_is_reference(x)
 
 
 def test_chunks_shorter_than_the_rows_are_turned_themselves():
     for chunk in (2, 8):
-        assert_is_reference(problem(law_for("3d-rpe", chunk=chunk), t=5))
+        assert_is_reference(problem(small_law("3d-rpe", chunk=chunk, sinks=2), t=5))
 
 
 @pytest.mark.parametrize("which", ["q", "k", "v"])
 def test_vectors_may_be_strided_in_the_head_dimension(which):
     """PyTorch's CPU attention takes such vectors and reads them wrongly."""
-    x = problem(law_for("3d-rpe"), t=2)
+    x = problem(small_law("3d-rpe"), t=2)
     assert_is_reference(replace(x, **{which: getattr(x, which).mT.contiguous().mT}))
 
 
 def test_queries_may_stand_apart_but_not_fall():
-    x = problem(law_for("3d-rpe"), t=3, query_positions=torch.tensor([[30, 90, 219]]))
+    x = problem(small_law("3d-rpe"), t=3, query_positions=torch.tensor([[30, 90, 219]]))
     assert_is_reference(x)
     with pytest.raises(ConfigError, match="query_positions fall from 90 to 30"):
         step(replace(x, queries=torch.tensor([[30, 90, 30]])))
@@ -100,12 +80,12 @@ def test_queries_may_stand_apart_but_not_fall():
 def test_keys_that_are_not_consecutive_are_left_to_the_reference():
     keys = torch.arange(220)
     keys[50:] += 1
-    x = problem(law_for("3d-rpe"), query_positions=torch.tensor([220]), key_positions=keys)
+    x = problem(small_law("3d-rpe"), query_positions=torch.tensor([220]), key_positions=keys)
     assert explain(x) == ("reference", "few queries, but no decoding step: its key positions are not consecutive")
 
 
 def test_it_is_what_a_cpu_decodes_with():
-    x = problem(law_for("3d-rpe"), dtype=torch.float32)
+    x = problem(small_law("3d-rpe"), dtype=torch.float32)
     assert explain(x) == ("decode", "few queries: plain PyTorch (the kernel: it runs on a GPU, not on cpu)")
     for impl in ("auto", "decode"):
         ours = attention(x.q, x.k, x.v, x.law, rotated=True, impl=impl)
@@ -116,7 +96,7 @@ def test_it_is_what_a_cpu_decodes_with():
 def test_sequences_alike_are_one_part_and_a_mask_of_ones_is_none():
     mask = torch.ones(3, 220, dtype=torch.bool)
     keys, queries = torch.arange(220).expand(3, 220), torch.full((3, 1), 219)
-    x = problem(law_for("3d-rpe"), b=3, query_positions=queries, key_positions=keys, key_mask=mask)
+    x = problem(small_law("3d-rpe"), b=3, query_positions=queries, key_positions=keys, key_mask=mask)
     assert len(decode_plain.Step(x).parts) == 1
     assert_is_reference(x)
     padded = replace(x, key_mask=mask.index_fill(1, torch.arange(9), False) | torch.tensor([[True], [False], [True]]))

@@ -5,8 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rpe3d.attention import blocked
 from rpe3d.attention.blocked import backends as library
-from rpe3d.attention.blocked.backends import BACKENDS, ROUND, without_plans
+from rpe3d.attention.blocked.backends import BACKENDS, ROUND
+from rpe3d.testing import random_problem, small_law
 
 
 @pytest.fixture
@@ -88,8 +90,23 @@ def test_a_single_pair_which_cudnn_refuses_goes_to_flash_attention(monkeypatch):
     assert [x.shape for x in found] == [q.shape, k.shape, k.shape]
 
 
-def test_calls_of_ever_new_shapes_go_where_no_plan_is_made():
-    assert {name: without_plans(name) for name in BACKENDS} == {name: name for name in BACKENDS} | {"cudnn": "flash"}
+@pytest.mark.parametrize(
+    ("fastest", "asked", "skipping", "consecutive"),
+    [
+        ("cudnn", None, "flash", "cudnn"),
+        ("cudnn", "cudnn", "cudnn", "cudnn"),  # whoever names a library gets it
+        ("efficient", None, "efficient", "efficient"),
+    ],
+)
+def test_texts_with_skipped_positions_do_not_go_to_cudnn(monkeypatch, fastest, asked, skipping, consecutive):
+    """The calls of each such text have shapes of their own, and cuDNN would prepare a plan for each (`ROUND`)."""
+    monkeypatch.setattr(blocked, "backend_for", lambda q, v, name=None: BACKENDS[name or fastest])
+    for step, expected in ((50, skipping), (1, consecutive)):
+        positions = torch.cat([torch.arange(30), torch.arange(40) + 29 + step])
+        given = {"query_positions": positions, "key_positions": positions}
+        calls = blocked.prepare(random_problem(small_law("3d-rpe"), t=70, s=70, **given), asked)
+        assert calls.tasks
+        assert [(calls.name, task.backend.name) for _, task in calls.tasks] == [(expected, expected)] * len(calls.tasks)
 
 
 def test_flash_triangles_with_more_rows_than_keys_begin_at_the_first_row(monkeypatch):

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from rpe3d.evaluate.grid import fill
-from rpe3d.evaluate.origin import made_from
+from rpe3d.evaluate.origin import commit, made_from
 from rpe3d.evaluate.ranks import Ranks
 from rpe3d.evaluate.store import Store
 
@@ -70,3 +70,4 @@ def test_a_grid_without_a_file_is_measured_all_the_same():
     fill(grid, measured([]), Ranks())
     assert [(row["law"], row["length"]) for row in grid.content["rows"]] == KEYS
     assert {row["made_from"] for row in grid.content["rows"]} == {made_from(grid.content)}
+    assert {row["commit"] for row in grid.content["rows"]} == {commit()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 import tiny_lm
 from rpe3d.config import ConfigError
 from rpe3d.evaluate import Settings, Text, compare
-from rpe3d.evaluate.origin import check_same, fingerprint, generation, weights_digest
+from rpe3d.evaluate.origin import check_same, commit, fingerprint, generation, weights_digest
 from rpe3d.models import extend, restore
 
 TEXT = [Text(name="words", content="some words and more of them " * 40)]
@@ -138,3 +139,29 @@ def test_a_file_of_an_earlier_version_is_refused_in_words(model, tokenizer, tmp_
     del content["model"]["fingerprint"]
     with pytest.raises(ConfigError, match="does not record the weights of its model, since an earlier version"):
         check_same(file, content, compare(model, tokenizer, asked(), texts=TEXT))
+
+
+def test_a_row_names_the_commit_of_the_checkout_that_runs(tmp_path):
+    """Not of a checkout around an installed copy, as around a virtual environment; and a + for files that differ."""
+
+    def git(*command):
+        identity = ("-c", "user.name=x", "-c", "user.email=x@example.org")
+        done = subprocess.run(["git", *identity, *command], cwd=tmp_path, check=True, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    ours, installed = tmp_path / "origin.py", tmp_path / "venv" / "origin.py"
+    installed.parent.mkdir()
+    for file in (ours, installed):
+        file.write_text("1")
+        assert commit(file) is None
+    commit.cache_clear()
+    (tmp_path / ".gitignore").write_text("venv\n")
+    git("init", "--quiet")
+    git("add", ".")
+    git("commit", "--quiet", "--message", "one")
+    assert commit(ours) == git("rev-parse", "--short", "HEAD")
+    assert commit(installed) is None
+    commit.cache_clear()
+    ours.write_text("2")
+    assert commit(ours) == git("rev-parse", "--short", "HEAD") + "+"
+    commit.cache_clear()

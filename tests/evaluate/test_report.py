@@ -157,12 +157,13 @@ def test_the_page_holds_every_number_of_the_table_and_marks_the_best(tmp_path):
 
 
 def test_the_csv_holds_every_row_unrounded(tmp_path):
-    found = results(row("rope", 2048, 1 / 3), lost("rope", 4096))
+    found = results(row("rope", 2048, 1 / 3) | {"commit": "0123abc+"}, lost("rope", 4096))
     write_report(found, tmp_path)
     with (tmp_path / "table.csv").open(encoding="utf-8", newline="") as file:
         first, second = csv.DictReader(file)
     assert (first["law"], first["length"], float(first["ppl"]), first["passkey_n"]) == ("rope", "2048", 1 / 3, "2")
     assert (second["status"], second["ppl"]) == ("out of memory", "")
+    assert (first["commit"], second["commit"]) == ("0123abc+", "")
 
 
 def test_the_page_says_how_it_was_made(tmp_path):

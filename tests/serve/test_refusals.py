@@ -77,20 +77,28 @@ def test_a_law_that_changes_with_the_length_of_the_text(tmp_path):
 
 
 def apart(folder, options="", **environment):
-    """What an engine in a process of its own says that does not start."""
+    """Return the exit status of an engine in a process of its own, and what it said."""
     line = f"from engines import engine; import sys; engine(sys.argv[1], {options})"
-    environment = os.environ | {"PYTHONPATH": os.path.dirname(__file__)} | environment
+    path = os.pathsep.join(filter(None, (os.path.dirname(__file__), os.environ.get("PYTHONPATH"))))
+    environment = os.environ | {"PYTHONPATH": path} | environment
     command = [sys.executable, "-c", line, str(folder)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode != 0
-    return done.stderr
+    return done.returncode, done.stderr
 
 
 def test_vllm_without_the_plugin_refuses_the_checkpoint(folder):
-    apart(folder, VLLM_PLUGINS="none")
+    """It stops where it would make the rotary layer, of a type that it does not know. The plugin alone is missing."""
+    status, words = apart(folder, VLLM_PLUGINS="none")
+    assert status != 0
+    deepest = [line for line in words.splitlines() if 'File "' in line][-1]
+    assert "rotary_embedding" in deepest
+    assert deepest.endswith("in get_rope")
+    status, words = apart(folder, VLLM_PLUGINS="rpe3d")
+    assert status == 0, words
 
 
 def test_a_model_that_vllm_takes_from_transformers(folder):
     """There the rotary layer is transformers'. In a process of its own: vLLM changes transformers for all models."""
-    words = apart(folder, 'model_impl="transformers"')
+    status, words = apart(folder, 'model_impl="transformers"')
+    assert status != 0
     assert "rotary layer was not made by rpe3d" in words or "no other way to handle it" in words

@@ -4,7 +4,8 @@ Results, schema 1: {"schema": 1, "kind": "compare", "command", "model": {"name",
 "pretrained", "head_dim", "rope_theta", "dtype", "device", "fingerprint": {"weights", "config", "tokenizer"}: digests
 as in origin.py}, "versions": {package: version}, "settings": what was asked, "texts": [{"name", "sha256", "tokens"}],
 "rows": [as in row.py, laws x lengths in the order asked, each with "made_from": a digest of model, versions, settings
-and texts]}. Files without fingerprints, of rpe3d before them, can be read and reported on but are not resumed.
+and texts, and "commit": of the checkout that measured it, or null]}.
+Files without fingerprints, of rpe3d before them, can be read and reported on but are not resumed.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ Results, schema 1: {"schema": 1, "kind": "eval", "command", "model": as in under
 "data": {"suite:task": [{"name", "sha256", "n"}]}, "laws": {"label at length": the law, null for the model as it is},
 "rows": [{"law", "name", "parameters", "length", "context", "suite", "task", "metric", "score", "n", "empty", "status":
 "ok" | "out of memory" | "skipped: why", "seconds", "samples_per_minute", "batch", "predictions": a path beside the
-file, "made_from": a digest of all that decides the row, which each line of its predictions carries as well}]}.
+file, "made_from": a digest of all that decides the row, which each line of its predictions carries as well, "commit":
+of the checkout that finished it, or null}]}.
 Scores are percents, for `ppl` perplexities, for `copy` losses. Seconds are of the run that finished the row, with the
 making of its prompts under the first law, which the others share; samples per minute are of generation alone. The batch
 is that of the run that finished the row: it changes rounding only, so a run may be resumed with another.

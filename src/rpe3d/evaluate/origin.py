@@ -12,8 +12,10 @@ import inspect
 import json
 import os
 import platform
+import subprocess
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,8 @@ PIECE = 1 << 24
 """Bytes that leave a GPU at once: whole tensors took five times as long, in fresh pages of the host's memory."""
 NAMES = ("_name_or_path", "name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype")
 """Entries of a config that do not decide a number; the weights' digest covers their types."""
+
+HERE = Path(__file__)
 
 
 def digest(value: Any) -> str:
@@ -139,6 +143,24 @@ def versions() -> dict[str, str]:
     """Return the versions of what can change a number."""
     packages = {package: version(package) for package in ("torch", "transformers", "tokenizers")}
     return {"rpe3d": __version__, **packages, "python": platform.python_version()}
+
+
+@cache
+def commit(file: Path = HERE) -> str | None:
+    """Return the commit of the checkout that runs, with a + where files differ from it; None outside of one.
+
+    A copy that is installed within somebody else's checkout is not tracked there, and has none.
+    """
+
+    def git(*command: str) -> str:
+        run = ["git", "-C", str(file.parent), *command]
+        return subprocess.run(run, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", file.name)
+        return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def made_from(parts: Mapping[str, Any]) -> str:

@@ -59,7 +59,7 @@ TABLE = (
     _column("tokens_per_second", "tokens/s", "speed of the perplexity windows", "{:,.0f}".format, sign=-1),
 )
 CSV = ("law", "length", "status", "ppl", "tail_ppl", "copy_nll", "passkey", "passkey_n", "tokens_per_second", "tokens",
-       "seconds")  # fmt: skip
+       "seconds", "commit")  # fmt: skip
 
 
 def write_report(results: Results, folder: Path) -> list[Path]:

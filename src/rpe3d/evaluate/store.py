@@ -16,7 +16,7 @@ from typing import Any
 
 from rpe3d import files
 from rpe3d.config import ConfigError
-from rpe3d.evaluate.origin import COLLECTED, check_rows, check_same
+from rpe3d.evaluate.origin import COLLECTED, check_rows, check_same, commit
 
 SCHEMA = 1
 Key = tuple[Any, ...]
@@ -126,8 +126,8 @@ class Store:
         return waiting
 
     def add(self, key: Key, row: Row) -> None:
-        """Add a row with the digest of what it is made from."""
-        self.rows[key] = row | {"made_from": self.origin(self.content, key)}
+        """Add a row with the digest of what it is made from, and the commit that measured it."""
+        self.rows[key] = row | {"made_from": self.origin(self.content, key), "commit": commit()}
         self._order()
 
     def _order(self) -> None:

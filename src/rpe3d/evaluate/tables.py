@@ -15,7 +15,7 @@ from rpe3d.evaluate.tasks import PROBES, leval, longbench, ruler
 
 PAPER = json.loads((files("rpe3d.evaluate.tasks") / "data" / "paper.json").read_text(encoding="utf-8"))
 CSV = ("law", "length", "suite", "task", "metric", "score", "n", "empty", "status", "seconds", "samples_per_minute",
-       "batch")  # fmt: skip
+       "batch", "commit")  # fmt: skip
 
 QUOTED = "Quoted lines are the paper's numbers, of its models on the whole data sets; none of them was measured here."
 
@@ -151,9 +151,9 @@ def _mean(cells: Sequence[float | None]) -> float | None:
 
 
 def rows_csv(results: Results, columns: Sequence[str] = CSV) -> str:
-    """Return every row, as a spreadsheet takes it."""
+    """Return every row, as a spreadsheet takes it; rows of earlier versions have no commit."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(columns)
-    writer.writerows([row[name] for name in columns] for row in results["rows"])
+    writer.writerows([row.get(name) if name == "commit" else row[name] for name in columns] for row in results["rows"])
     return file.getvalue()
