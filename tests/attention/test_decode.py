@@ -83,7 +83,7 @@ def test_laws_that_change_frequencies_alone_are_plain_attention(name, device, ru
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", ["rope", *CHUNKED, "streaming-llm"])
 def test_half_types_are_as_good_as_eager(name, dtype, device, run):
-    x = problem(law_for(name), device, dtype=dtype)
+    x = problem(law_for(name), device, dtype=dtype, t=8)  # rows enough that the eager path's worst is typical of it
     assert_as_good(x, *run(x, 2))
 
 

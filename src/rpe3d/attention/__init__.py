@@ -75,13 +75,13 @@ def run(problem: Problem, impl: str = "auto", backend: str | None = None) -> tup
 class Shared:
     """`attention` for the layers of a forward: what is the same for vectors that look alike is prepared once.
 
-    It holds schedules, bound kernels and tables of cos and sin, so it should go when the forward does.
+    It holds schedules, bound kernels and tables of cos and sin, so it should go when the forward does. It is not for
+    code that torch.compile traces, which has `attention`.
     """
 
     def __init__(self) -> None:
         self.made: dict[Any, tuple[Law, Prepared]] = {}
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, law: Law, *, sinks: Tensor | None = None, **given: Any
     ) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -22,6 +23,31 @@ from rpe3d.geometry.region import STOCK, Region, Turn
 def parameter(default: Any, text: str) -> Any:
     """A parameter of a law: its default (None: derived, as the text says) and one line of help."""
     return field(default=default, metadata={"help": text})
+
+
+def apart(make: Callable[[], Any]) -> Any:
+    """Return what `make` makes, made in a thread of its own, where nothing of the caller's surroundings is in force.
+
+    What outlives its caller must not lie in the memory pool of a CUDA graph that is being warmed up, nor be a tensor of
+    inference mode. It is finished on its device when this returns.
+    """
+    result: list[Any] = []
+    failure: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            result.append(make())
+            if isinstance(result[0], Tensor) and result[0].is_cuda:
+                torch.cuda.current_stream(result[0].device).synchronize()
+        except BaseException as error:  # raised again where it was asked for
+            failure.append(error)
+
+    thread = threading.Thread(target=run, name="rpe3d-apart")
+    thread.start()
+    thread.join()
+    if failure:
+        raise failure[0]
+    return result[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +93,7 @@ class Law(ABC):
     def kept(self, key: Any, make: Callable[[], Any]) -> Any:
         """Return what `make` makes of this law, made once and kept with it: numbers on a device, say."""
         if key not in self._kept:
-            self._kept[key] = make()
+            self._kept[key] = apart(make)
         return self._kept[key]
 
     def __getstate__(self) -> dict[str, Any]:

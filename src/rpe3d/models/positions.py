@@ -145,18 +145,35 @@ def _layout(b: int, t: int, s: int, mask: Tensor | None, position_ids: Tensor | 
     positions = position_ids.expand(b, t)
     if torch.compiler.is_compiling() or (positions.is_cuda and torch.cuda.is_current_stream_capturing()):
         return _in_a_graph(s, mask, positions)
-    if t > MOST_QUERIES or s == t:  # a prompt is looked at on the host, all of it at once; a step asks for few numbers
-        mask, where = None if mask is None else mask.cpu(), position_ids.cpu()
+    if mask is None:
+        rows = _unpadded(position_ids.cpu(), s)
     else:
-        where = position_ids
-    if mask is None:  # position ids of one row stand for all
-        coding = coded(None, len(where), t, s, s - t, where.device)
-    else:
-        coding, where = mask, where.expand(b, t)
-    rows = [Row(*numbers) for numbers in torch.cat(_facts(coding, where), 1).tolist()]
+        # A prompt is looked at on the host, all of it at once; a step asks its device for few numbers.
+        here = (x.cpu() if t > MOST_QUERIES or s == t else x for x in (mask, positions))
+        rows = [Row(*numbers) for numbers in torch.cat(_facts(*here), 1).tolist()]
     for row in rows:
         row.note()
-    return _arranged(b, coding, positions, rows * b if len(rows) < b else rows)
+    return _arranged(b, mask, positions, rows * b if len(rows) < b else rows)
+
+
+def _unpadded(positions: Int[Tensor, "b t"], s: int) -> list[Row]:
+    """Return `_facts` where every slot holds a token; position ids of one row stand for all."""
+    t = positions.shape[1]
+    steady = (positions - positions[:, :1] == torch.arange(t)).all(1).tolist()
+    starts = (positions[:, 0] - (s - t)).tolist()
+    every = {
+        "offset": s - t,
+        "first_query": 0,
+        "last_query": t - 1,
+        "queries": t,
+        "begin": 0,
+        "last": s - 1,
+        "tokens": s,
+    }
+    return [
+        Row(**every, slot_start=start, token_start=start, by_slot=even, by_token=even)
+        for start, even in zip(starts, steady, strict=True)
+    ]
 
 
 def _in_a_graph(s: int, mask: Tensor | None, positions: Tensor) -> Layout:
@@ -308,15 +325,16 @@ class Row(Facts):
         return int(self.slot_start + self.offset + query)
 
 
-def _arranged(b: int, coding: Tensor, positions: Tensor, rows: list[Row]) -> Layout:
+def _arranged(b: int, mask: Tensor | None, positions: Tensor, rows: list[Row]) -> Layout:
     """Sequences as runs of tokens: one for all where they have the same, or each its own."""
     t, row, device = positions.shape[1], rows[0], positions.device
     used = row.offset + t
     if all(x == row for x in rows) and row.queries == t and row.tokens == used:
-        every = range(row.start, row.start + used)
-        return Layout(every[row.offset :], every, None, None, used, end=every.stop, shared=Shared())
+        places = range(row.start, row.start + used)
+        return Layout(places[row.offset :], places, None, None, used, end=places.stop, shared=Shared())
     closed = [x.closed_up for x in rows]
-    tokens = (coding % HERE == TOKEN)[:, :used].to(device).expand(b, used)
+    every = torch.ones(b, used, dtype=torch.bool, device=device)
+    tokens = every if mask is None else (mask % HERE == TOKEN)[:, :used]
     here = tokens[:, row.offset :]
     query_slots = key_slots = None
     if any(closed):

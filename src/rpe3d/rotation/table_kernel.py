@@ -14,6 +14,7 @@ from jaxtyping import Float32, Float64
 from torch import Tensor
 
 from rpe3d.geometry import Turn
+from rpe3d.geometry.law import apart
 from rpe3d.rotation.launch import Launcher
 
 
@@ -65,7 +66,9 @@ def _numbers(turn: Turn, device: torch.device) -> Float64[Tensor, "7"]:
     """The turn as the kernel reads it. The key is the whole value, so nothing can go stale."""
     phase = turn.phase
     y = (phase.constant, float(phase.sign), math.log(phase.base)) if phase else (0.0, 0.0, 0.0)
-    return torch.tensor([turn.offset, turn.stride, turn.start, turn.ceiling, *y], dtype=torch.float64, device=device)
+    numbers = [turn.offset, turn.stride, turn.start, turn.ceiling, *y]
+    made: Tensor = apart(lambda: torch.tensor(numbers, dtype=torch.float64, device=device))
+    return made
 
 
 def table(

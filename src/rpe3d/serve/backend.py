@@ -185,7 +185,8 @@ class LawImpl:
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, far: Far) -> Tensor:
         assert self.law is not None
-        places = {"query_positions": range(far.length - q.shape[2], far.length), "key_positions": range(far.length)}
+        keys = range(far.length)
+        queries = keys[far.length - q.shape[2] :]
         shared = batch.shared.setdefault(far.row, Shared())
-        out: Tensor = shared(q, k, v, self.law, scale=self.scale, rotated=True, **places)[0]
-        return out
+        given = {"query_positions": queries, "key_positions": keys, "scale": self.scale, "rotated": True}
+        return shared(q, k, v, self.law, sinks=None, **given)[0]

@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Int32
 from torch import Tensor
 
+from rpe3d.geometry.law import apart
+
 _SIZE = 2**18  # 1 MiB
 _ROUND = 32  # counters of two launches share no cache line
 _pools: dict[torch.device, _Pool] = {}
@@ -15,7 +17,7 @@ class _Pool:
     """A device's counters. Launches in one stream run one after the other, and so share theirs."""
 
     def __init__(self, device: torch.device) -> None:
-        self.counters = torch.zeros(_SIZE, dtype=torch.int32, device=device)
+        self.counters: Tensor = apart(lambda: torch.zeros(_SIZE, dtype=torch.int32, device=device))
         self.used = 0
         self.by_stream: dict[tuple[int, int], Tensor] = {}
 
