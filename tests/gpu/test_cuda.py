@@ -110,7 +110,7 @@ def test_plain_tensors_cannot_be_looked_at_while_a_graph_is_captured():
     step = lambda: attention(x.q, x.k, x.v, x.law, rotated=True, query_positions=keys[-1:], key_positions=keys)  # noqa: E731
     step()
     with (
-        pytest.raises(rpe3d.ConfigError, match="cannot look at while it is captured"),
+        pytest.raises(rpe3d.ConfigError, match="while a CUDA graph is captured"),
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
         step()
@@ -133,6 +133,7 @@ def models():
 
 
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # static caches are compiled
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # torch reserves its pool of memory with one
 def test_a_model_generates_on_the_gpu_what_it_generates_on_the_cpu(models):
     """Greedy, float32: dynamic and static caches, a left-padded batch, and padding between two turns."""
     ids = torch.randint(3, 97, (2, 200), generator=torch.Generator().manual_seed(1))

@@ -133,11 +133,6 @@ class Problem:
             return known
         keys = self._tensor(self.keys)
         if known is None:
-            if keys.is_cuda and torch.cuda.is_current_stream_capturing():
-                raise ConfigError(
-                    "key_positions is a tensor, which a CUDA graph cannot look at while it is captured",
-                    "give a range, or positions that were looked at before: rpe3d.attention.problem.placed(...)",
-                )
             known = placed(keys, self.key_mask).starts
         assert isinstance(known, tuple)
         if None in known:
@@ -232,6 +227,12 @@ def check(
 
 def placed(positions: Int[Tensor, "b n"], mask: Bool[Tensor, "b n"] | None) -> Placed:
     """Positions with their runs and starts, which are read from the device."""
+    if positions.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise ConfigError(
+            "positions are a tensor, which attention without the decoding kernel cannot look at while a CUDA graph is "
+            "captured",
+            "give a range or rpe3d.attention.problem.placed(...), or compile without CUDA graphs",
+        )
     there = positions.cpu()
     slots = torch.arange(there.shape[1])
     tokens = torch.ones_like(there, dtype=torch.bool) if mask is None else mask.cpu()
