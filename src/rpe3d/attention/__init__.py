@@ -83,15 +83,26 @@ class Shared:
         self.made: dict[Any, tuple[Law, Prepared]] = {}
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, law: Law, *, sinks: Tensor | None = None, **given: Any
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        law: Law,
+        *,
+        sinks: Tensor | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        **given: Any,
     ) -> tuple[Tensor, Tensor]:
         """Return `attention` of these vectors; positions and masks must be those of the first call."""
-        vectors = tuple((x.shape, x.stride()) for x in (q, k, v))
         learns = torch.is_grad_enabled() and _any_requires_grad(q, k, v, sinks)
-        kind = (id(law), vectors, q.dtype, q.device, given.get("scale"), given.get("softcap"), sinks is None, learns)
-        if kind not in self.made:  # with the law, which the key names by its address
-            self.made[kind] = law, choose(check(q, k, v, law, sinks=sinks, **given)).prepared
-        return self.made[kind][1](q, k, v, sinks)
+        places = (q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, q.device)
+        kind = (id(law), places, scale, softcap, sinks is None, learns)
+        found = self.made.get(kind)
+        if found is None:  # with the law, which the key names by its address
+            problem = check(q, k, v, law, sinks=sinks, scale=scale, softcap=softcap, **given)
+            found = self.made[kind] = law, choose(problem).prepared
+        return found[1](q, k, v, sinks)
 
 
 def _any_requires_grad(*tensors: Tensor | None) -> bool:

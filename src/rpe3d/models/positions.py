@@ -82,6 +82,7 @@ class Layout:
             "key_positions": self.keys,
             "query_mask": self.query_mask,
             "key_mask": self.key_mask,
+            "rotated": True,
         }
 
     def gathered(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

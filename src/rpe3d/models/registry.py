@@ -123,8 +123,9 @@ def attend(
         raise ConfigError(f"this attention is also given {strange}", "rpe3d cannot extend this model")
     if dropout:
         raise ConfigError(f"attention dropout is {dropout}", "set config.attention_dropout = 0")
-    kind = query.device.type
-    if torch.is_autocast_enabled(kind):  # as SDPA under autocast: norms and tables of cos and sin make q and k float32
+    if torch.is_autocast_enabled(
+        kind := query.device.type
+    ):  # as SDPA under autocast: norms and tables of cos and sin make q and k float32
         query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
         with torch.autocast(kind, enabled=False):
             return attend(
@@ -133,12 +134,11 @@ def attend(
     law = module_law(module)
     layer = getattr(module, "layer_idx", 0)
     where: Layout = layout(query, key, attention_mask, position_ids, layer, getattr(module, "config", None))
-    if where.end is not None:
+    if where.end is not None and where.end > law.context:
         tell_of_length(law, where.end)
     query, key, value = where.gathered(query, key, value)
     solve = where.shared or attention
-    given = {**where.arguments, "scale": scaling, "softcap": softcap, "sinks": s_aux, "rotated": True}
-    out, _ = solve(query, key, value, law, **given)
+    out, _ = solve(query, key, value, law, scale=scaling, softcap=softcap, sinks=s_aux, **where.arguments)
     return where.returned(out).transpose(1, 2).contiguous(), None
 
 

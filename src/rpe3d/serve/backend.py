@@ -187,6 +187,5 @@ class LawImpl:
         assert self.law is not None
         keys = range(far.length)
         queries = keys[far.length - q.shape[2] :]
-        shared = batch.shared.setdefault(far.row, Shared())
-        given = {"query_positions": queries, "key_positions": keys, "scale": self.scale, "rotated": True}
-        return shared(q, k, v, self.law, sinks=None, **given)[0]
+        attend = batch.shared.setdefault(far.row, Shared())
+        return attend(q, k, v, self.law, scale=self.scale, rotated=True, query_positions=queries, key_positions=keys)[0]
