@@ -225,7 +225,7 @@ def test_a_gpu_takes_it_where_it_saves_enough_calls(monkeypatch):
     def choice(t, h=8, law=law, dtype=torch.bfloat16, **options):
         q = torch.empty(1, h, t, 64, dtype=dtype, device="meta")
         x = check(q, q, q, law, rotated=True, **options)
-        return prompt(x, blocked.Calls(x), "the library").impl
+        return prompt(x, blocked.Calls(x)).impl
 
     assert choice(2048) == "blocked"
     assert choice(8192) == "prefill"

@@ -50,14 +50,14 @@ def _best(x: Problem, backend: str | None) -> Choice:
     if x.q.dtype == torch.float64 and x.q.is_cuda:
         return Choice("reference", "no library attention takes float64 on CUDA", reference.prepare(x))
     calls = blocked.Calls(x, backend)
-    library = f"{calls.name} attention calls, merged"
     if not x.q.is_cuda or backend is not None:
-        return Choice("blocked", library, calls)
-    return prompt(x, calls, library)
+        return Choice("blocked", calls.name, calls)
+    return prompt(x, calls)
 
 
-def prompt(x: Problem, calls: blocked.Calls, library: str) -> Choice:
-    """Return what a GPU runs a prompt with: `library` calls or the prefill kernel."""
+def prompt(x: Problem, calls: blocked.Calls) -> Choice:
+    """Return what a GPU runs a prompt with: library calls or the prefill kernel."""
+    library = calls.name
     if reason := prefill.refusal(x):
         return Choice("blocked", f"{library} (the prefill kernel: {reason})", calls)
     number, flops = calls.work()

@@ -39,6 +39,8 @@ def plan(law: Law) -> Plan:
 
 
 def _plan(law: Law) -> Plan:
+    if law.chooses:
+        return Plan(refusal="its far keys are chosen")
     chunks, turning, regions = set(), [], ordered(law)
     for region in regions:
         if region.unit > 1:

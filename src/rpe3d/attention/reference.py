@@ -11,9 +11,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from rpe3d.attention.chosen import Chooser
 from rpe3d.attention.problem import Prepared, Problem
 from rpe3d.config import ConfigError
+from rpe3d.geometry import Region
 from rpe3d.rotation import cos_sin, rotate
+
+Choosers = dict[Region, Chooser]
 
 
 def refusal(problem: Problem) -> str | None:
@@ -27,11 +31,12 @@ def prepare(problem: Problem) -> Prepared:
     return lambda q, k, v, sinks: attend(replace(hollow, q=q, k=k, v=v, sinks=sinks))
 
 
-def attend(x: Problem) -> tuple[Float[Tensor, "b h t e"], Float[Tensor, "b h t"]]:
+def attend(x: Problem, choosers: Choosers | None = None) -> tuple[Float[Tensor, "b h t e"], Float[Tensor, "b h t"]]:
     """softmax(scale · q k*) v with each pair's own turn and fading; the output and the log-sum-exp of every row.
 
-    A pair is visible if both are tokens, the key does not come after the query, and a region of the law holds it. A
-    row that sees nothing is zeros, and its log-sum-exp -inf (or the sink's alone).
+    A pair is visible if both are tokens, the key does not come after the query, and a region of the law holds it; and
+    if the query chooses the key, where the region gives it a choice. A row that sees nothing is zeros, and its
+    log-sum-exp -inf (or the sink's alone).
     """
     precise = torch.float64 if x.q.dtype == torch.float64 else torch.float32
     groups = x.q.shape[1] // x.k.shape[1]
@@ -40,8 +45,8 @@ def attend(x: Problem) -> tuple[Float[Tensor, "b h t e"], Float[Tensor, "b h t"]
     scores = _scores(x, q, k) * x.scale
     if x.softcap is not None:
         scores = x.softcap * torch.tanh(scores / x.softcap)
-    seen = visible(x)
-    scores = _faded(x, scores, seen).masked_fill(~seen[:, None], -torch.inf)
+    seen = visible(x)[:, None] & chosen(x, choosers)
+    scores = _faded(x, scores, seen).masked_fill(~seen, -torch.inf)
     if x.sinks is not None:
         sink = x.sinks.to(precise)[None, :, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sink], dim=-1)
@@ -65,12 +70,12 @@ def _scores(x: Problem, q: Float[Tensor, "b h t d"], k: Float[Tensor, "b h s d"]
     return scores
 
 
-def _faded(x: Problem, scores: Float[Tensor, "b h t s"], seen: Bool[Tensor, "b t s"]) -> Float[Tensor, "b h t s"]:
+def _faded(x: Problem, scores: Float[Tensor, "b h t s"], seen: Bool[Tensor, "b n t s"]) -> Float[Tensor, "b h t s"]:
     """Scores as the fading of each pair's region makes them: τ s - (1 - 1/τ) ℓ - loss, with ℓ = log Σ exp(τ s)."""
     query, key = _pairs(x)
     for region in x.law.regions:
         if region.fade is not None:
-            inside = (region.contains(query, key) & seen)[:, None]
+            inside = region.contains(query, key)[:, None] & seen
             position = x.positions()[0]
             eased, loss = region.fade.shift(position).to(scores.dtype)[:, :, None, :, None]
             sharp = scores * region.fade.sharpness(position).to(scores.dtype)[:, None, :, None]
@@ -86,6 +91,19 @@ def _pairs(x: Problem) -> tuple[Int[Tensor, "b t s"], Int[Tensor, "b t s"]]:
     query, key = x.positions()
     query, key = torch.broadcast_tensors(query[:, :, None], key[:, None, :])
     return query, key
+
+
+def choosers_of(x: Problem) -> Choosers:
+    """Return what has looked at the keys of a problem, for each region with a choice."""
+    return {region: Chooser(x, region) for region in x.law.regions if region.choice is not None}
+
+
+def chosen(x: Problem, choosers: Choosers | None = None) -> Bool[Tensor, "b n t s"]:
+    """Which pairs do not lie in a region where the query has chosen other keys."""
+    kept = torch.ones(x.q.shape[0], 1, x.q.shape[2], x.k.shape[2], dtype=torch.bool, device=x.q.device)
+    for region, chooser in (choosers_of(x) if choosers is None else choosers).items():
+        kept = kept & (chooser(x) | ~region.contains(*_pairs(x))[:, None])
+    return kept
 
 
 def visible(x: Problem) -> Bool[Tensor, "b t s"]:

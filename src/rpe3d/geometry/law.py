@@ -153,6 +153,11 @@ class Law(ABC):
         return self.keeps_frequencies and self.keeps_scaling and self.single_turn == STOCK
 
     @property
+    def chooses(self) -> bool:
+        """Whether a query sees only those keys of some region that it chooses."""
+        return any(region.choice is not None for region in self.regions)
+
+    @property
     def chunk_in_use(self) -> int | None:
         """Tokens in a chunk, for a law that counts in chunks."""
         return None

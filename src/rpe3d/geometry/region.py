@@ -4,7 +4,8 @@ Every law, whatever its name for them, is a short tuple of `Region`s. A region i
 together with one `Turn` of the queries and one of the keys; regions do not overlap, and a pair in no region is
 not attended to. All of it is data: five numbers per turn and four per band, so that a reference, a loop of
 library calls and a kernel can execute the same description. Where planes turn differently, `PairTurns` takes the place
-of a `Turn`. A region may `Fade`: its keys share what they weigh, the more of them there are.
+of a `Turn`. A region may `Fade`: its keys share what they weigh, the more of them there are. Or a query may have a
+`Choice` of its keys.
 """
 
 from __future__ import annotations
@@ -134,6 +135,28 @@ class Fade:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Choice:
+    """Keys of which a query sees the `most` blocks that are most like what it and the tokens before it are about.
+
+    Block b holds the keys at positions b · size .. (b + 1) · size - 1; a region that has a choice holds whole blocks.
+    Positions aside, block b has the mean key m_b, the last keys k_p, k_{p-1}, ... a mean w that favours the newest
+    (`decay`, over `recent` of them), and the queries of the heads that share keys a mean q. With all keys centred by
+    the mean of the m_b that can be chosen,
+
+        score(b) = cos(m_b, w / |w| + query · q / |q|).
+
+    The first of the blocks is always chosen; of two that score alike, the nearer. So a choice depends on the query and
+    on keys that do not come after it, and nothing has to be kept but the m_b, which never change.
+    """
+
+    most: int
+    size: int
+    recent: int = 16
+    decay: float = 0.9
+    query: float = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
 class Region:
     """Pairs with first <= query div unit - key div unit <= last, and start <= key < keys; how q and k are turned there.
 
@@ -150,6 +173,7 @@ class Region:
     query: Turn = STOCK
     key: Turn = STOCK
     fade: Fade | None = None
+    choice: Choice | None = None
 
     def __post_init__(self) -> None:
         for side in ("query", "key"):

@@ -59,8 +59,12 @@ class Calls:
 
     @property
     def name(self) -> str:
-        """Of the library."""
-        return self.library.name
+        """What runs: the library's calls, or the reference in tiles."""
+        return (
+            f"{self.library.name} attention calls, merged"
+            if self.tasks
+            else "the reference, a tile of queries at a time"
+        )
 
     def _task(self, span: Span, tables: Tables) -> Task:
         x = self.problem
@@ -158,17 +162,23 @@ def tiled(x: Problem, rows: int = 256) -> tuple[Tensor, Tensor]:
     """The reference a tile of queries at a time: memory linear in length, gradients recomputed."""
     outs, lses = [], []
     queries, keys = x.positions()
+    choosers = reference.choosers_of(replace(x, k=x.k.detach()))
     for a in range(0, x.q.shape[2], rows):
         tile = slice(a, a + rows)
-        mask = None if x.query_mask is None else x.query_mask[:, tile]
+        end = x.k.shape[2]
+        if isinstance(x.keys, range) and isinstance(x.queries, range):  # no tile sees what comes after it
+            end = min(end, max(1, x.queries[tile][-1] + 1 - x.keys.start))
+        masks = (
+            None if x.query_mask is None else x.query_mask[:, tile],
+            None if x.key_mask is None else x.key_mask[:, :end],
+        )
+        here = replace(x, queries=queries[:, tile], keys=keys[:, :end], query_mask=masks[0], key_mask=masks[1])
+        here = replace(here, query_placed=None, key_placed=None)
 
-        def part(
-            q: Tensor, k: Tensor, v: Tensor, tile: slice = tile, mask: Tensor | None = mask
-        ) -> tuple[Tensor, Tensor]:
-            here = replace(x, queries=queries[:, tile], keys=keys, query_mask=mask, query_placed=None, key_placed=None)
-            return reference.attend(replace(here, q=q, k=k, v=v))
+        def part(q: Tensor, k: Tensor, v: Tensor, here: Problem = here) -> tuple[Tensor, Tensor]:
+            return reference.attend(replace(here, q=q, k=k, v=v), choosers)
 
-        out, lse = checkpoint(part, x.q[:, :, tile], x.k, x.v, use_reentrant=False)
+        out, lse = checkpoint(part, x.q[:, :, tile], x.k[:, :, :end], x.v[:, :, :end], use_reentrant=False)
         outs.append(out)
         lses.append(lse)
     return torch.cat(outs, 2), torch.cat(lses, 2)

@@ -69,8 +69,10 @@ class Block:
 def schedule(regions: tuple[Region, ...], queries: range, keys: range, rows: int) -> tuple[Block, ...]:
     """Blocks of at most `rows` queries (more where nothing is far); none where a band has a form that no call has.
 
-    Both ranges are consecutive positions, the keys' from 0, and every query is among the keys.
+    Both ranges are consecutive positions, the keys' from 0, and every query is among the keys. No call knows a choice.
     """
+    if any(region.choice is not None for region in regions):
+        return ()
     if keys.start != 0 or not regions or not all(_has_calls(region, regions[0].last) for region in regions):
         return ()
     units = {region.unit for region in regions}
@@ -90,6 +92,8 @@ def skipping(regions: tuple[Region, ...], sequences: tuple[Places, ...]) -> tupl
     """
     banded = any(region.first is not None or region.last is not None for region in regions)
     units = {region.unit for region in regions}
+    if any(region.choice is not None for region in regions):
+        return ()
     bounded = any(region.first is None and (region.start or region.keys is not None) for region in regions)
     if len(units) > 1 or (units == {1} and banded) or bounded:
         return ()

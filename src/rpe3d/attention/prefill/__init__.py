@@ -46,6 +46,8 @@ def lacks(problem: Problem) -> str | None:
     d, e = problem.q.shape[3], problem.v.shape[3]
     if problem.needs_gradient:
         return "it has no gradient"
+    if problem.law.chooses:
+        return "its far keys are chosen"
     if problem.q.dtype not in _DTYPES:
         return f"it computes in float32, not in {str(problem.q.dtype).removeprefix('torch.')}"
     if d > WIDEST or e != d:

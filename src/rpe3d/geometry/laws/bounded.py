@@ -4,18 +4,21 @@
 
 for a query at offset m of chunk i and a key at offset n of chunk j. Departs from the paper: the second coordinate is a
 bounded position instead of the phase φ, so a pair within the window w is exact RoPE, and no pair is shown a relative
-position of R or more. Far keys of a query beyond R fade (`Fade`), which the paper does not have.
+position of R or more. Far keys of a query beyond R fade (`Fade`), or only some of them are seen (`Choice`); the paper
+has neither.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rpe3d.config import ConfigError, real, whole
 from rpe3d.geometry.law import Law, parameter
-from rpe3d.geometry.region import Fade, Region, Turn
+from rpe3d.geometry.region import Choice, Fade, Region, Turn
 
+BLOCK = 16
 FOCUS, FADE = 2.0, 0.125
 """How far keys weigh when there are more of them than the model knows; measured on two models (docs/log.md)."""
 
@@ -31,10 +34,13 @@ class Bounded(Law):
     window: int = parameter(None, "exact RoPE up to here, w, a multiple of chunk; default 5/16 of pretrained")
     reach: int = parameter(None, "no pair is shown this relative position or more, R; default half of pretrained")
     focus: float = parameter(
-        None, "a query at p > R takes far keys (log p / log R)^focus times sharper; default 2, with your own reach 0"
+        None,
+        "a query at p > R takes far keys (log p / log R)^focus times sharper; default 2, with your own reach or far 0",
     )
-    fade: float = parameter(None, "and gives them (R / p)^fade of their weight; default 1/8, with your own reach 0")
+    fade: float = parameter(None, "and gives them (R / p)^fade of their weight; default 1/8, or 0 likewise")
     sinks: int = parameter(0, "first tokens that do not fade, at most a chunk; `rpe3d tune` tells whether 1 is better")
+    far: int = parameter(0, "far blocks that a query sees, chosen by what they are about; 0: all")
+    block: int = parameter(None, "keys in a far block, a divisor of chunk; default 16, or the chunk where that is less")
 
     def check(self) -> dict[str, Any]:
         longest = self.pretrained
@@ -67,19 +73,26 @@ class Bounded(Law):
                 "lower reach (and window + chunk with it): the model has seen no position beyond",
             )
         given = {"focus": self.focus, "fade": self.fade}
-        default = {"focus": FOCUS, "fade": FADE} if self.reach is None else dict.fromkeys(given, 0.0)
+        far = whole("far", self.far, least=0)
+        default = {"focus": FOCUS, "fade": FADE} if self.reach is None and not far else dict.fromkeys(given, 0.0)
         weights = {
             name: default[name] if value is None else real(name, value, least=0.0, most=8.0)
             for name, value in given.items()
         }
         sinks = whole("sinks", self.sinks, least=0, most=chunk)
-        return {"chunk": chunk, "window": window, "reach": reach, **weights, "sinks": sinks}
+        block = math.gcd(BLOCK, chunk) if self.block is None else whole("block", self.block)
+        if chunk % block:
+            raise ConfigError(
+                f"block is {block}, which does not divide chunk {chunk}", f"choose block {math.gcd(block, chunk)}"
+            )
+        return {"chunk": chunk, "window": window, "reach": reach, **weights, "sinks": sinks, "far": far, "block": block}
 
     @property
     def regions(self) -> tuple[Region, ...]:
         faded = self.fade or self.focus
         fade = Fade(rate=self.fade, focus=self.focus, span=float(self.reach)) if faded else None
-        return bounded_regions(self.chunk, self.near_chunks, self.slope, fade, self.sinks)
+        choice = Choice(most=self.far, size=self.block) if self.far else None
+        return bounded_regions(self.chunk, self.near_chunks, self.slope, fade, self.sinks, choice)
 
     @property
     def near_chunks(self) -> int:
@@ -101,21 +114,27 @@ class Bounded(Law):
 
 
 def bounded_regions(
-    chunk: int, near_chunks: int, slope: float, fade: Fade | None = None, sinks: int = 0
+    chunk: int,
+    near_chunks: int,
+    slope: float,
+    fade: Fade | None = None,
+    sinks: int = 0,
+    choice: Choice | None = None,
 ) -> tuple[Region, ...]:
     """f = (m - n) + c [ r a + (1 - r) min(a, A) ]: the pair's own two coordinates, a = i - j (eq. 5).
 
     Plain RoPE up to chunk distance A; beyond it a query stands at m + c (r i + (1 - r) A), a key at n + c r j. Far keys
-    fade, but for the first `sinks` of all.
+    fade, but for the first `sinks` of all; or a query has a choice of them.
     """
     far_query = Turn(chunk=chunk, offset=1.0, stride=chunk * slope, start=chunk * (1 - slope) * near_chunks)
     far_key = Turn(chunk=chunk, offset=1.0, stride=chunk * slope)
     first = near_chunks + 1
     near = Region(unit=chunk, last=near_chunks)
     if fade is None or not sinks:
-        return (near, Region(unit=chunk, first=first, query=far_query, key=far_key, fade=fade))
+        far = Region(unit=chunk, first=first, query=far_query, key=far_key, fade=fade, choice=choice)
+        return (near, far)
     return (
         near,
         Region(unit=chunk, first=first, keys=sinks, query=far_query, key=far_key),
-        Region(unit=chunk, first=first, start=sinks, query=far_query, key=far_key, fade=fade),
+        Region(unit=chunk, first=first, start=sinks, query=far_query, key=far_key, fade=fade, choice=choice),
     )

@@ -1,0 +1,99 @@
+"""Which far blocks of keys a query sees, where a law gives it a `Choice`.
+
+A `Chooser` has looked at the keys of a problem; asked about queries, it says which blocks each of them chooses. All of
+it is in float64, so that the choice does not depend on the order of sums, and without gradients: attention is exact for
+the choice that was made, and the choice itself is not differentiated.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float, Float64, Int
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from rpe3d.attention.problem import Problem
+from rpe3d.geometry import Region
+from rpe3d.geometry.region import STOCK, Choice
+from rpe3d.rotation import cos_sin, rotate
+
+
+class Chooser:
+    """The keys of a problem as a region's choice sees them: bare of positions, and the mean of every block."""
+
+    def __init__(self, x: Problem, region: Region) -> None:
+        assert region.choice is not None
+        self.choice: Choice = region.choice
+        self.region = region
+        _, positions = x.positions()
+        self.there = torch.ones_like(positions, dtype=torch.bool) if x.key_mask is None else x.key_mask
+        # Sorted also where slots of padding say otherwise; a token comes first of those that claim its position.
+        self.positions = torch.where(self.there, positions, -1).cummax(1).values.contiguous()
+        self.keys = bare(x, x.k, positions).masked_fill(~self.there[:, None, :, None], 0.0)
+        self.block = positions // self.choice.size
+        self.means, self.filled = self._summed(int(self.positions.max()) // self.choice.size + 1)
+
+    def _summed(self, blocks: int) -> tuple[Float64[Tensor, "b g m d"], Bool[Tensor, "b m"]]:
+        """Return the mean of every block of tokens, and whether it has any."""
+        b, g, _, d = self.keys.shape
+        index = torch.where(self.there, self.block, 0)
+        count = torch.zeros(b, blocks, dtype=torch.float64, device=index.device).scatter_add_(
+            1, index, self.there.double()
+        )
+        every = index[:, None, :, None].expand_as(self.keys)
+        sums = self.keys.new_zeros(b, g, blocks, d).scatter_add_(2, every, self.keys)
+        return sums / count.clamp(min=1)[:, None, :, None], count > 0
+
+    @torch.no_grad()
+    def __call__(self, x: Problem) -> Bool[Tensor, "b h t s"]:
+        """Return which keys lie in blocks that queries choose, of a problem with the first of these keys."""
+        picked, s = self.blocks(x), x.k.shape[2]
+        index = torch.where(self.there, self.block, 0)[:, None, None, :s].expand(-1, *picked.shape[1:3], -1)
+        groups = x.q.shape[1] // x.k.shape[1]
+        return (picked.gather(3, index) & self.there[:, None, None, :s]).repeat_interleave(groups, 1)
+
+    @torch.no_grad()
+    def blocks(self, x: Problem) -> Bool[Tensor, "b g t m"]:
+        """Return which blocks queries choose, of all that the keys make."""
+        choice, (query, _) = self.choice, x.positions()
+        (b, h, t, d), g, m = x.q.shape, x.k.shape[1], self.means.shape[2]
+        last = torch.arange(1, m + 1, device=query.device) * choice.size - 1
+        can = self.region.contains(*torch.broadcast_tensors(query[:, :, None], last)) & (last <= query[:, :, None])
+        can = (can & self.filled[:, None])[:, None]
+        if m <= choice.most:
+            return can.expand(b, g, t, m)
+        centre = (can.double() @ self.means) / can.sum(-1, keepdim=True).clamp(min=1)
+        recent, weight = self._recent(query)
+        wanted = bare(x, x.q, query).view(b, g, h // g, t, d).mean(2)
+        wanted = normalize(recent - weight * centre, dim=-1) + choice.query * normalize(wanted, dim=-1)
+        # cos(m - centre, wanted), without an array of m - centre for every query
+        along = wanted @ self.means.transpose(2, 3) - (wanted * centre).sum(-1, keepdim=True)
+        square = (self.means**2).sum(-1)[:, :, None] - 2 * centre @ self.means.transpose(2, 3)
+        length = (square + (centre**2).sum(-1, keepdim=True)).clamp(min=0).sqrt()
+        score = (along / length.clamp(min=torch.finfo(torch.float64).tiny)).masked_fill(~can, -torch.inf)
+        first = can.int().argmax(-1, keepdim=True).expand(b, g, t, 1)
+        score = score.scatter(3, first, torch.inf).flip(3)  # sorted so that the nearer of two alike comes first
+        best = score.argsort(stable=True, dim=-1, descending=True)[..., : choice.most]
+        return torch.zeros_like(score, dtype=torch.bool).scatter_(3, best, True).flip(3) & can
+
+    def _recent(self, query: Int[Tensor, "b t"]) -> tuple[Float64[Tensor, "b g t d"], Float64[Tensor, "b 1 t 1"]]:
+        """Return the sum of the last keys of every query, the older the lighter, and the weight of all of them."""
+        b, g, _, d = self.keys.shape
+        total = self.keys.new_zeros(b, g, query.shape[1], d)
+        weight = self.keys.new_zeros(b, 1, query.shape[1], 1)
+        for i in range(self.choice.recent):
+            wanted = (query - i).contiguous()
+            slot = torch.searchsorted(self.positions, wanted).clamp(max=self.positions.shape[1] - 1)
+            found = (self.positions.gather(1, slot) == wanted) & self.there.gather(1, slot) & (wanted >= 0)
+            share = (found.double() * self.choice.decay**i)[:, None, :, None]
+            total += share * self.keys.gather(2, slot[:, None, :, None].expand_as(total))
+            weight += share
+        return total, weight
+
+
+def bare(x: Problem, vectors: Float[Tensor, "b n l d"], positions: Int[Tensor, "b l"]) -> Float64[Tensor, "b n l d"]:
+    """Return vectors without their positions: as they are, or rotated back."""
+    if not x.rotated:
+        return vectors.double()
+    cos, sin = cos_sin(-STOCK.angle(positions, x.frequencies), scaling=1 / x.law.attention_scaling, dtype=torch.float64)
+    return rotate(vectors.double(), None, cos, sin, interleaved=x.law.rotary.interleaved, impl="reference")[0]

@@ -1,0 +1,205 @@
+"""A chosen far field against its definition, written again with complex numbers and loops; and what it must not do."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from rpe3d import ConfigError, make_law
+from rpe3d.attention import attention, explain, reference
+from rpe3d.attention.chosen import Chooser
+from rpe3d.attention.problem import check
+from rpe3d.testing import gradients, random_problem, small_law
+
+CHUNK, WINDOW, BLOCK = 8, 16, 4
+
+
+def choosing(far=3, **changes):
+    """Near: two chunks before a query's own. Without fading unless asked for."""
+    own = {"chunk": CHUNK, "window": WINDOW, "reach": 48, "focus": 0.0, "fade": 0.0, "sinks": 0, "block": BLOCK}
+    return small_law("3d-rpe", **{"context": 1024, "head_dim": 8, "far": far} | own | changes)
+
+
+def problem(law, n=100, **options):
+    given = {"t": n, "s": n, "h": 4, "g": 2, "dtype": torch.float64}
+    return random_problem(law, **given | options)
+
+
+def as_planes(x, positions, law, sign):
+    """Vectors [n, d] as complex numbers [n, d / 2], turned by their positions."""
+    half = x.shape[1] // 2
+    z = x[:, :half] + 1j * x[:, half:]
+    theta = law.frequencies().numpy()
+    return z * np.exp(1j * sign * np.outer(positions, theta))
+
+
+def by_hand(x, b=0):
+    """Attention of sequence b by the definitions of `Choice` and of the law, a query and a key at a time."""
+    law, choice = x.law, x.law.regions[-1].choice
+    q, k, v = (y[b].numpy() for y in (x.q, x.k, x.v))
+    h, t, _ = q.shape
+    g, s, _ = k.shape
+    places, theta = np.arange(s), law.frequencies().numpy()
+    out, blocks = np.zeros((h, t, v.shape[2])), {}
+    for head in range(h):
+        group = head // (h // g)
+        keys = as_planes(k[group], places, law, -1)
+        for row in range(t):
+            p = s - t + row
+            first_near = max(0, (p // CHUNK - WINDOW // CHUNK) * CHUNK)
+            count = first_near // BLOCK
+            picked = set(range(count))
+            if count > choice.most:
+                means = np.stack([keys[i * BLOCK : (i + 1) * BLOCK].mean(0) for i in range(count)])
+                centre = means.mean(0)
+                w = sum(0.9**i * (keys[p - i] - centre) for i in range(16) if p >= i)
+                heads = range(group * (h // g), (group + 1) * (h // g))
+                wish = np.mean([as_planes(q[i][row : row + 1], [p], law, -1)[0] for i in heads], axis=0)
+                u = w / np.linalg.norm(w) + 0.5 * wish / np.linalg.norm(wish)
+                score = [np.vdot(m - centre, u).real / np.linalg.norm(m - centre) for m in means]
+                order = sorted(range(1, count), key=lambda i: (-score[i], -i))
+                picked = {0, *order[: choice.most - 1]}
+            blocks[group, row] = picked
+            mine = as_planes(q[head][row : row + 1], [p], law, -1)[0]
+            logs = np.full(s, -np.inf)
+            for j in range(p + 1):
+                if j >= first_near or j // BLOCK in picked:
+                    f = float(law.relative_position(p, j))
+                    logs[j] = (mine * np.exp(1j * theta * f) * keys[j].conj()).sum().real * x.scale
+            weights = np.exp(logs - logs.max())
+            out[head, row] = weights @ v[group] / weights.sum()
+    return torch.from_numpy(out), blocks
+
+
+@pytest.mark.parametrize("far", [1, 3, 6])
+def test_it_is_its_definition(far):
+    x = problem(choosing(far), n=90)
+    out, blocks = by_hand(x)
+    torch.testing.assert_close(reference.attend(x)[0][0], out, rtol=0, atol=1e-11)
+    found = Chooser(x, x.law.regions[-1]).blocks(x)[0]
+    for (group, row), picked in blocks.items():
+        assert set(found[group, row].nonzero()[:, 0].tolist()) == picked
+
+
+@pytest.mark.parametrize("rotated", [True, False])
+@pytest.mark.parametrize("impl", ["auto", "reference", "blocked"])
+def test_every_implementation_makes_the_same_choice(impl, rotated):
+    x = replace(problem(choosing(), n=300), rotated=rotated)
+    out, lse = attention(x.q, x.k, x.v, x.law, rotated=rotated, impl=impl)
+    truth = reference.attend(x)
+    torch.testing.assert_close(out, truth[0], rtol=0, atol=1e-12)
+    torch.testing.assert_close(lse, truth[1], rtol=0, atol=1e-12)
+    assert "tile" in explain(x)[1]
+    if rotated:
+        assert "chosen" in explain(replace(x, q=x.q[:, :, -1:], queries=range(299, 300)))[1]
+
+
+def test_vectors_before_rope_and_after_it_choose_alike():
+    x = replace(problem(choosing(), n=120), rotated=False)
+    from rpe3d.attention.problem import rotated
+
+    q, k = rotated(x, x.q, x.k)
+    turned = replace(x, q=q, k=k, rotated=True)
+    torch.testing.assert_close(reference.attend(x)[0], reference.attend(turned)[0], rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("faded", [{}, {"focus": 1.5, "fade": 0.5, "sinks": 2}])
+def test_with_as_many_blocks_as_there_are_it_is_the_law_without_a_choice(faded):
+    few, every = choosing(25, **faded), choosing(0, **faded)
+    x = problem(few, n=25 * BLOCK)
+    truth = reference.attend(replace(x, law=every))
+    for one, other in zip(reference.attend(x), truth, strict=True):
+        assert torch.equal(one, other)
+    fewer = reference.attend(replace(x, law=choosing(5, **faded)))[0]
+    assert (fewer - truth[0]).abs().max() > 0.1
+
+
+def test_no_output_depends_on_a_later_token():
+    """Not through a mean, a centre, or a vote of neighbours: whatever follows a token, its output stays."""
+    x = problem(choosing(), n=160)
+    before = reference.attend(x)[0]
+    for cut in (41, 64, 95, 96, 130):
+        others = [y.clone() for y in (x.q, x.k, x.v)]
+        for y in others:
+            y[:, :, cut:] = torch.randn_like(y[:, :, cut:])
+        after = reference.attend(replace(x, q=others[0], k=others[1], v=others[2]))[0]
+        assert torch.equal(before[:, :, :cut], after[:, :, :cut])
+        assert (before[:, :, cut:] - after[:, :, cut:]).abs().max() > 0.1
+
+
+def test_steps_and_pieces_with_a_cache_are_the_whole_prompt():
+    x = problem(choosing(), n=150)
+    whole = reference.attend(x)[0]
+    for start, stop in ((0, 1), (0, 60), (60, 61), (61, 150), (149, 150)):
+        q, k, v = x.q[:, :, start:stop], x.k[:, :, :stop], x.v[:, :, :stop]
+        out, _ = attention(q, k, v, x.law, rotated=True)
+        torch.testing.assert_close(out, whole[:, :, start:stop], rtol=0, atol=1e-12)
+
+
+def test_padding_on_either_side_changes_nothing():
+    n, pad = 110, 13
+    x = problem(choosing(), n=n)
+    whole = reference.attend(x)[0]
+    for left in (True, False):
+        empty = torch.full((1, 4, pad, 8), torch.nan, dtype=torch.float64)
+        parts = [[empty[:, : y.shape[1]], y] if left else [y, empty[:, : y.shape[1]]] for y in (x.q, x.k, x.v)]
+        q, k, v = (torch.cat(part, 2).nan_to_num(9.0) for part in parts)
+        slots = torch.arange(n + pad)
+        tokens = slots >= pad if left else slots < n
+        places = (slots - pad).clamp(min=0) if left else slots
+        given = {
+            "query_positions": places,
+            "key_positions": places,
+            "query_mask": tokens[None],
+            "key_mask": tokens[None],
+        }
+        out = reference.attend(check(q, k, v, x.law, rotated=True, **given))[0]
+        torch.testing.assert_close(out[:, :, tokens], whole, rtol=0, atol=1e-12)
+
+
+def test_the_first_block_is_always_chosen_and_of_blocks_alike_the_nearer():
+    x = problem(choosing(4), n=120)
+    same = x.k.new_ones(1, 2, 1, 8).expand(1, 2, 120, 8)
+    x = replace(x, rotated=False, k=same)
+    found = Chooser(x, x.law.regions[-1]).blocks(x)[0, 0]
+    for p in range(120):
+        count = max(0, p // CHUNK - WINDOW // CHUNK) * CHUNK // BLOCK
+        expected = {0, *range(max(1, count - 3), count)} if count > 4 else set(range(count))
+        assert set(found[p].nonzero()[:, 0].tolist()) == expected
+
+
+def test_gradients_are_those_of_attention_over_what_was_chosen():
+    x = problem(choosing(), n=70)
+    weight = torch.randn(1, 4, 70, 8, dtype=torch.float64)
+    mask = reference.visible(x)[:, None] & reference.chosen(x)
+    dense = replace(x, law=choosing(0))
+
+    def masked(q, k, v):
+        scores = reference._scores(dense, q, k.repeat_interleave(2, 1)) * x.scale
+        return (scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v.repeat_interleave(2, 1),)
+
+    for solve in (
+        lambda q, k, v: reference.attend(replace(x, q=q, k=k, v=v)),
+        lambda q, k, v: attention(q, k, v, x.law, rotated=True, impl="blocked"),
+    ):
+        for ours, truth in zip(gradients(x, solve, weight), gradients(x, masked, weight), strict=True):
+            torch.testing.assert_close(ours, truth, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [({"block": 3}, "does not divide chunk"), ({"far": -1}, "far"), ({"far": 2.5}, "far"), ({"block": 0}, "block")],
+)
+def test_what_cannot_be_chosen_is_refused(given, words):
+    with pytest.raises(ConfigError, match=words):
+        make_law("3d-rpe", pretrained=256, context=1024, head_dim=8, chunk=16, **given)
+
+
+def test_a_choice_comes_without_fading_unless_asked_for():
+    law = make_law("3d-rpe", pretrained=256, context=1024, head_dim=8, far=8)
+    assert (law.focus, law.fade, law.block) == (0, 0, 16)
+    assert make_law("3d-rpe", pretrained=256, context=1024, head_dim=8, far=8, fade=0.5).fade == 0.5
+    assert make_law("3d-rpe", pretrained=64, context=1024, head_dim=8, far=8).block == 4
