@@ -10,7 +10,7 @@ import torch
 
 from rpe3d import ConfigError, make_law
 from rpe3d.attention import attention, explain, reference
-from rpe3d.attention.chosen import Chooser
+from rpe3d.attention.chooser import Chooser
 from rpe3d.attention.problem import check
 from rpe3d.testing import gradients, random_problem, small_law
 
@@ -85,16 +85,22 @@ def test_it_is_its_definition(far):
 
 
 @pytest.mark.parametrize("rotated", [True, False])
+@pytest.mark.parametrize("faded", [{}, {"focus": 1.5, "fade": 0.5, "sinks": 2}])
 @pytest.mark.parametrize("impl", ["auto", "reference", "blocked"])
-def test_every_implementation_makes_the_same_choice(impl, rotated):
-    x = replace(problem(choosing(), n=300), rotated=rotated)
-    out, lse = attention(x.q, x.k, x.v, x.law, rotated=rotated, impl=impl)
+def test_every_implementation_makes_the_same_choice(impl, rotated, faded, monkeypatch):
+    from rpe3d.attention import chosen
+
+    monkeypatch.setattr(chosen, "SCORES", 40 * 4 * 300)  # tiles of 40, which end anywhere in a chunk
+    x = replace(problem(choosing(**faded), n=300), rotated=rotated)
     truth = reference.attend(x)
-    torch.testing.assert_close(out, truth[0], rtol=0, atol=1e-12)
-    torch.testing.assert_close(lse, truth[1], rtol=0, atol=1e-12)
-    assert "tile" in explain(x)[1]
+    for queries in (range(300), range(299, 300), range(240, 250), range(170, 300)):
+        end = queries.stop
+        q, k, v = x.q[:, :, queries.start : end], x.k[:, :, :end], x.v[:, :, :end]
+        for found, sure in zip(attention(q, k, v, x.law, rotated=rotated, impl=impl), truth, strict=True):
+            torch.testing.assert_close(found, sure[:, :, queries.start : end], rtol=0, atol=1e-12)
     if rotated:
-        assert "chosen" in explain(replace(x, q=x.q[:, :, -1:], queries=range(299, 300)))[1]
+        assert explain(x)[0] == "chosen"
+        assert explain(replace(x, q=x.q[:, :, -1:], queries=range(299, 300)))[0] == "decode"
 
 
 def test_vectors_before_rope_and_after_it_choose_alike():
@@ -156,8 +162,10 @@ def test_padding_on_either_side_changes_nothing():
             "query_mask": tokens[None],
             "key_mask": tokens[None],
         }
-        out = reference.attend(check(q, k, v, x.law, rotated=True, **given))[0]
-        torch.testing.assert_close(out[:, :, tokens], whole, rtol=0, atol=1e-12)
+        padded = check(q, k, v, x.law, rotated=True, **given)
+        for out in (reference.attend(padded)[0], attention(q, k, v, x.law, rotated=True, **given)[0]):
+            torch.testing.assert_close(out[:, :, tokens], whole, rtol=0, atol=1e-12)
+        assert explain(padded)[0] == "chosen"
 
 
 def test_the_first_block_is_always_chosen_and_of_blocks_alike_the_nearer():

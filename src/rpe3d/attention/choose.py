@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import torch
 
-from rpe3d.attention import blocked, decode, prefill, reference
+from rpe3d.attention import blocked, chosen, decode, prefill, reference
 from rpe3d.attention.problem import Prepared, Problem
 from rpe3d.config import ConfigError, choice
 
-IMPLS = ("auto", "reference", "blocked", "decode", "prefill")
+IMPLS = ("auto", "reference", "blocked", "decode", "prefill", "chosen")
 NARROW = 64
 FLOPS_PER_CALL = {True: 3e11, False: 5e10}
 """What the prefill kernel may compute for every library call that it saves, in heads of at most NARROW dimensions and
@@ -34,8 +34,8 @@ def choose(problem: Problem, impl: str = "auto", backend: str | None = None) -> 
         return _best(problem, backend)
     if impl == "blocked":
         return Choice(impl, "asked for", blocked.prepare(problem, backend))
-    made = {"reference": reference, "decode": decode, "prefill": prefill}[impl]
-    what = {"decode": "a decoding step", "prefill": "the prefill kernel"}.get(impl, impl)
+    made = {"reference": reference, "decode": decode, "prefill": prefill, "chosen": chosen}[impl]
+    what = {"decode": "a decoding step", "prefill": "the prefill kernel", "chosen": "a choice of keys"}.get(impl, impl)
     if reason := made.refusal(problem):
         raise ConfigError(f"{what} cannot run this: {reason}", 'use impl="auto"')
     return Choice(impl, "asked for", made.prepare(problem))
@@ -49,6 +49,8 @@ def _best(x: Problem, backend: str | None) -> Choice:
         return Choice("decode", step.reason, step)
     if x.q.dtype == torch.float64 and x.q.is_cuda:
         return Choice("reference", "no library attention takes float64 on CUDA", reference.prepare(x))
+    if x.law.chooses and backend is None and chosen.refusal(x) is None:
+        return Choice("chosen", "queries choose their far keys: a tile of them at a time", chosen.prepare(x))
     calls = blocked.Calls(x, backend)
     if not x.q.is_cuda or backend is not None:
         return Choice("blocked", calls.name, calls)

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from rpe3d.attention.chosen import Chooser
+from rpe3d.attention.chooser import Chooser
 from rpe3d.attention.problem import Prepared, Problem
 from rpe3d.config import ConfigError
 from rpe3d.geometry import Region

@@ -40,8 +40,6 @@ def refusal(problem: Problem) -> str | None:
         return "its keys must have been rotated by stock RoPE"
     if problem.needs_gradient:
         return "it has no gradient"
-    if problem.law.chooses:
-        return "its far keys are chosen"
     if kernel_lacks(problem) is None:
         return None
     return "its key positions are not consecutive" if None in problem.key_runs else None

@@ -4,16 +4,17 @@ A law's regions are cut into pieces of keys. Where a law turns all keys of a chu
 chunks, each of which meets the queries turned back by its angle: the keys are multiplied as they lie in the cache.
 Only keys that turn token by token are turned. Partial attentions are merged exactly. On a CPU a piece is one call of
 its own flash attention, whose batch are the chunks and whose rows are the queries of all heads that share a key head.
+Where queries have a choice of keys, the others are masked.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 
 import torch
-from jaxtyping import Float, Float64
+from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
 from rpe3d.attention import reference
@@ -22,6 +23,9 @@ from rpe3d.attention.problem import Problem
 from rpe3d.geometry import Region
 from rpe3d.rotation import cos_sin, rotate
 from rpe3d.rotation.table import Table
+
+Picks = dict[Region, Tensor]
+"""By region with a choice: the blocks that queries choose, [b, g, t, m]."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,9 @@ class Piece:
     """Added to the scores: -inf where a row does not see a key. None: all see all."""
     fade: Weighing | None = None
     """How these keys weigh, for every row."""
+    region: Region
+    blocks: Int[Tensor, " c"] | None = None
+    """Where queries have a choice of these keys: which block each of them lies in."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,7 @@ class Step:
 
     def __init__(self, x: Problem, reason: str = "asked for") -> None:
         self.reason = reason
+        self.problem = x.hollow()
         self.interleaved = x.law.rotary.interleaved
         flash = _has_flash(x)
         self.attend = partial(_flash, scale=x.scale) if flash else partial(_products, scale=x.scale, softcap=x.softcap)
@@ -71,15 +79,24 @@ class Step:
         else:
             self.parts = [_part(x, slice(b, b + 1), *layout) for b, layout in enumerate(layouts)]
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The output and the log-sum-exp."""
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, choosers: reference.Choosers | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The output and the log-sum-exp. choosers: of these keys and perhaps more."""
+        picks: Picks = {}
+        if self.problem.law.chooses:
+            x = replace(self.problem, q=q, k=k, v=v)
+            found = reference.choosers_of(x) if choosers is None else choosers
+            picks = {region: chooser.blocks(x) for region, chooser in found.items()}
         if len(self.parts) == 1:
-            return self._attend(self.parts[0], q, k, v, sinks)
-        results = [self._attend(part, q[part.batch], k[part.batch], v[part.batch], sinks) for part in self.parts]
+            return self._attend(self.parts[0], q, k, v, sinks, picks)
+        results = [self._attend(part, q[part.batch], k[part.batch], v[part.batch], sinks, picks) for part in self.parts]
         outs, lses = zip(*results, strict=True)
         return torch.cat(outs), torch.cat(lses)
 
-    def _attend(self, part: Part, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _attend(
+        self, part: Part, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, picks: Picks
+    ) -> tuple[Tensor, Tensor]:
         """One call per piece, merged. Batch and key heads are one dimension, a view of any cache."""
         (b, h, t, d), g = q.shape, k.shape[1]
         k, v = k.flatten(0, 1), v.flatten(0, 1)
@@ -94,12 +111,24 @@ class Step:
                 keys = rotate(keys, None, *piece.table, interleaved=self.interleaved)[0]
             here = rows if piece.turns is None else turned[piece.turns]
             sharpness = None if piece.fade is None else piece.fade.sharpness
-            results.append(self.attend(here, keys, values, piece.mask, sharpness))
+            mask = piece.mask if piece.blocks is None else _unchosen(piece, picks[piece.region][part.batch], q)
+            results.append(self.attend(here, keys, values, mask, sharpness))
             if piece.fade is not None:
                 faded.append((len(results) - 1, piece.fade.shift))
         _shift(results, faded)
         out, lse = _merged(results, rows, v, None if sinks is None else sinks.view(g, -1, 1).expand(b, g, -1, t))
         return out.view(b, h, t, -1), lse.reshape(b, h, t)
+
+
+def _unchosen(piece: Piece, picked: Bool[Tensor, "b g t m"], q: Tensor) -> Float[Tensor, "n b*g r c"]:
+    """Return the mask of a piece with -inf also where a query has not chosen a key."""
+    assert piece.blocks is not None
+    seen = picked[..., piece.blocks.clamp(max=picked.shape[3] - 1)] & (piece.blocks < picked.shape[3])
+    blind = ~seen.repeat(1, 1, q.shape[1] // picked.shape[1], 1).flatten(0, 1).unflatten(-1, (piece.runs, -1)).movedim(
+        -2, 0
+    )
+    mask = torch.zeros(blind.shape, dtype=q.dtype, device=q.device).masked_fill(blind, -torch.inf)
+    return mask if piece.mask is None else mask + piece.mask
 
 
 def _shift(results: list[tuple[Tensor, Tensor]], faded: list[tuple[int, Tensor]]) -> None:
@@ -182,7 +211,12 @@ def _part(x: Problem, batch: slice, queries: list[int], where: slice, positions:
                 sharpness, shift = region.fade.sharpness(query), region.fade.shift(query)
                 copies = rows // len(queries)
                 fade = Weighing(sharpness.to(precise).repeat(copies)[:, None], shift.to(precise).repeat(1, copies))
-            pieces.append(Piece(keys=keys, runs=n, turns=turns, table=table, mask=mask, fade=fade))
+            blocks = None
+            if region.choice is not None:
+                blocks = torch.arange(low, high, device=query.device) // region.choice.size
+            pieces.append(
+                Piece(keys=keys, runs=n, turns=turns, table=table, mask=mask, fade=fade, region=region, blocks=blocks)
+            )
     return Part(batch, pieces, cos_sin(torch.cat(angles), dtype=precise) if angles else None)
 
 
