@@ -79,6 +79,13 @@ def test_every_law(name, tmp_path):
     assert_as_transformers(stock, texts, answers(engine(tmp_path), texts))
 
 
+def test_far_keys_that_are_chosen(tmp_path):
+    stock = model(law="3d-rpe", chunk=16, window=32, reach=64, far=3)
+    stock.save_pretrained(tmp_path)
+    texts = prompts(1, 65, 150, 301)
+    assert_as_transformers(stock, texts, answers(engine(tmp_path), texts))
+
+
 @pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
 def test_every_family(family, tmp_path):
     stock = model(family, law="3d-rpe")
