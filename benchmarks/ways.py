@@ -1,0 +1,126 @@
+"""Ways of choosing far blocks of keys, as values: how a block is summarised, who votes, what other evidence counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """A way of choosing far blocks; without a summary every far key is seen."""
+
+    summary: str = ""  # of SUMMARIES: how a block is scored
+    block: int = 32  # keys in a block
+    vote: str = "max"  # of the heads of a key head: `max` or `mean` share, or `near`: the most against the near keys
+    keys: float = 1.0  # far keys chosen, as a part of half of the law's reach; 0: the first block alone
+    agree: int = 1  # queries whose shares are added up: this one and earlier ones of its probe
+    pool: int = 1  # queries that are added up before they score
+    unrotated: bool = False  # score without positions
+    z: float = 0.0  # weight of the last keys' likeness to a block, in standard deviations
+    cosine: float = 0.0  # the same, as a cosine
+    alone: bool = False  # choose by that likeness alone
+    centred: bool = True  # take the mean key out of it
+    faded: bool = False  # fade far keys as the law does
+
+    @property
+    def name(self) -> str:
+        """Return what the CSV calls it: the summary and whatever is not the default."""
+        said = {
+            f"vote {self.vote}": self.vote != "max",
+            f"keys x{self.keys:g}": self.keys not in (0, 1),
+            f"agree {self.agree}": self.agree > 1,
+            f"pool {self.pool}": self.pool > 1,
+            "unrotated": self.unrotated,
+            f"witness z {self.z:g}": self.z,
+            f"witness cosine {self.cosine:g}": self.cosine,
+            "witness alone": self.alone,
+            "uncentred": not self.centred,
+            "faded": self.faded,
+        }
+        first = f"{self.summary if self.keys else 'first'} of {self.block}" if self.summary else "all keys"
+        return " + ".join([first, *(text for text, true in said.items() if true)])
+
+
+def ways() -> dict[str, Way]:
+    """Return every way that taught something, by its name."""
+    made = [Way(faded=True), Way(), Way(summary="mean", block=16, keys=0.0)]
+    made += [Way(summary=summary) for summary in SUMMARIES]
+    made += [Way(summary="mean", block=block) for block in (8, 16, 64)]
+    made += [Way(summary="sub4", block=block) for block in (16, 64)]
+    made += [Way(summary="max", block=block) for block in (16, 64, 128)]
+    made += [Way(summary="sub4", keys=keys) for keys in (0.25, 0.5, 2)]
+    made += [Way(summary="max", keys=keys) for keys in (0.125, 0.25)]
+    made += [Way(summary="sub4", vote="mean"), Way(summary="sub4", vote="near"), Way(summary="max", vote="mean")]
+    made += [Way(summary=summary, faded=True) for summary in ("sub4", "max")]
+    for summary, block in (("mean", 16), ("sub4", 32)):
+        one = partial(Way, summary=summary, block=block)
+        made += [one(agree=4), one(agree=8), one(agree=16), one(pool=4), one(pool=8)]
+        made += [one(agree=8, keys=0.5), one(agree=8, keys=2), one(agree=8, faded=True)]
+        made += [one(cosine=20), one(cosine=40), one(z=2), one(z=4), one(alone=True)]
+        made += [one(unrotated=True), one(unrotated=True, z=2)]
+        made += [one(z=2, keys=0.5), one(z=2, vote="near"), one(z=2, faded=True)]
+    made += [Way(summary="mean", block=16, cosine=10), Way(summary="mean", block=16, z=2, keys=2)]
+    made += [Way(summary="mean", block=block, z=2) for block in (8, 32, 64)]
+    made += [Way(summary="mean", block=16, z=2, centred=False), Way(summary="max", z=2)]
+    made += [Way(summary="mean", block=8, agree=8), Way(summary="max", agree=8), Way(summary="max", z=2, faded=True)]
+    return {way.name: way for way in made}
+
+
+# Scores [g, r, m] of blocks, of the queries [g, r, d] of all heads of a key head and the keys [g, m, B, d] of blocks.
+def mean(q: Tensor, k: Tensor) -> Tensor:
+    """Score a block by its mean key."""
+    return q @ k.mean(2).mT
+
+
+def bounds(q: Tensor, k: Tensor) -> Tensor:
+    """Score a block by the most that a key within its bounds could have (Quest)."""
+    return q.clamp(min=0) @ k.amax(2).mT + q.clamp(max=0) @ k.amin(2).mT
+
+
+def gauss(q: Tensor, k: Tensor) -> Tensor:
+    """Score a block by its log-sum-exp, were its keys normal with a diagonal covariance."""
+    return mean(q, k) + 0.5 * q.square() @ k.var(2, correction=0).mT
+
+
+def largest(q: Tensor, k: Tensor) -> Tensor:
+    """Score a block by its best key: the truth, at the cost of every key."""
+    scores: Tensor = (q @ k.flatten(1, 2).mT).unflatten(-1, k.shape[1:3])
+    return scores.amax(-1)
+
+
+def best_mean(q: Tensor, k: Tensor, *, size: int) -> Tensor:
+    """Score a block by the best of the means of `size` neighbours."""
+    return largest(q, k.unflatten(2, (-1, size)).mean(3))
+
+
+def sparq(q: Tensor, k: Tensor, *, components: int) -> Tensor:
+    """Score a block by its best key, as the largest components of the query see it (SparQ)."""
+    top = q.abs().topk(components, -1).indices
+    return largest(torch.zeros_like(q).scatter(-1, top, q.gather(-1, top)), k)
+
+
+def low_rank(q: Tensor, k: Tensor, *, rank: int) -> Tensor:
+    """Score a block by its best key, in the leading principal components of all far keys."""
+    centred = k - k.mean((1, 2), keepdim=True)
+    flat = centred.flatten(1, 2)
+    basis = torch.linalg.eigh(flat.mT @ flat).eigenvectors[..., -rank:]
+    return largest(q @ basis, centred @ basis[:, None])
+
+
+SUMMARIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mean": mean,
+    "bounds": bounds,
+    "gauss": gauss,
+    "sub4": partial(best_mean, size=4),
+    "max": largest,
+    "sparq16": partial(sparq, components=16),
+    "rank16": partial(low_rank, rank=16),
+    "rank32": partial(low_rank, rank=32),
+}
+WAYS = ways()
+ALL = Way(faded=True)  # what the others are compared with
