@@ -144,7 +144,10 @@ class Study:
                 scored = self.turned(q, position, BARE), self.turned(k[:, :last], keys, BARE)
             else:
                 scored = far_q, far_k
-            votes = self.votes(way, *scored, near_log, sharpness, picked[0])
+            if way.aim is None:
+                votes = self.votes(way, *scored, near_log, sharpness, picked[0])
+            else:
+                votes = self.aimed(way, q, k, picked[0])
             if way.z or way.cosine or way.alone:
                 votes = (0 if way.alone else votes.clamp(min=LEAST)) + self.likeness(way, k, picked[0])
             picked = picked & self.first_and_best(way, votes.masked_fill(~picked, -torch.inf))
@@ -174,6 +177,28 @@ class Study:
 
     def likeness(self, way: Way, k: Tensor, far: Tensor) -> Tensor:
         """Return how much the last keys before and at each token resemble each block [g, t, m], times its weight."""
+        pooled, means = self.bare(way, k, far.shape[1])
+        if way.cosine:
+            return normalize(pooled, dim=-1) @ normalize(means, dim=-1).mT * way.cosine
+        alike: Tensor = pooled @ means.mT
+        count = far.sum(-1, keepdim=True)
+        apart = alike - (alike * far).sum(-1, keepdim=True) / count
+        deviation = ((apart * far).square().sum(-1, keepdim=True) / count).sqrt()
+        return apart * (way.z or 1.0) / (deviation + 1e-6)
+
+    def aimed(self, way: Way, q: Tensor, k: Tensor, far: Tensor) -> Tensor:
+        """Return the score of each block [g, t, m] as `rpe3d.geometry.region.Choice` defines it."""
+        assert way.aim is not None
+        pooled, means = self.bare(way, k, far.shape[1])
+        centre = far.to(means.dtype) @ means / far.sum(-1, keepdim=True)
+        wish = self.turned(q, self.start + self.within, BARE).mean(1)
+        weight = sum(WITNESS**i for i in range(WITNESSES))
+        aim = normalize(pooled - weight * centre, dim=-1) + way.aim * normalize(wish, dim=-1)
+        along = aim @ means.mT - (aim * centre).sum(-1, keepdim=True)
+        return along / torch.cdist(centre, means)
+
+    def bare(self, way: Way, k: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
+        """Return the sum of the last keys at each token [g, t, d], and the mean key of each block, without positions."""
         start, within = self.start, self.within
         place = torch.cat([torch.arange(start, device=k.device), start + within])
         bare = self.turned(k, place, BARE)
@@ -183,14 +208,7 @@ class Study:
         # The last keys are the probe's own, and before its beginning those at the end of the prefix.
         last = [start + torch.where(within >= i, token, within) - i for i in range(WITNESSES)]
         pooled = torch.stack([WITNESS**i * bare[:, index] for i, index in enumerate(last)]).sum(0)
-        means = bare[:, : far.shape[1] * way.block].unflatten(1, (-1, way.block)).mean(2)
-        if way.cosine:
-            return normalize(pooled, dim=-1) @ normalize(means, dim=-1).mT * way.cosine
-        alike: Tensor = pooled @ means.mT
-        count = far.sum(-1, keepdim=True)
-        apart = alike - (alike * far).sum(-1, keepdim=True) / count
-        deviation = ((apart * far).square().sum(-1, keepdim=True) / count).sqrt()
-        return apart * (way.z or 1.0) / (deviation + 1e-6)
+        return pooled, bare[:, : blocks * way.block].unflatten(1, (-1, way.block)).mean(2)
 
     def first_and_best(self, way: Way, votes: Tensor) -> Tensor:
         """Return which blocks are chosen [g, t, m]: the first, and those with the most votes."""

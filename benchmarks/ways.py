@@ -24,6 +24,7 @@ class Way:
     z: float = 0.0  # weight of the last keys' likeness to a block, in standard deviations
     cosine: float = 0.0  # the same, as a cosine
     alone: bool = False  # choose by that likeness alone
+    aim: float | None = None  # choose by a cosine with the last keys and this much of the mean query (0.5: `Choice`)
     centred: bool = True  # take the mean key out of it
     faded: bool = False  # fade far keys as the law does
 
@@ -39,6 +40,7 @@ class Way:
             f"witness z {self.z:g}": self.z,
             f"witness cosine {self.cosine:g}": self.cosine,
             "witness alone": self.alone,
+            f"aim {self.aim}": self.aim is not None,
             "uncentred": not self.centred,
             "faded": self.faded,
         }
@@ -67,6 +69,9 @@ def ways() -> dict[str, Way]:
     made += [Way(summary="mean", block=16, cosine=10), Way(summary="mean", block=16, z=2, keys=2)]
     made += [Way(summary="mean", block=block, z=2) for block in (8, 32, 64)]
     made += [Way(summary="mean", block=16, z=2, centred=False), Way(summary="max", z=2)]
+    made += [Way(summary="mean", block=16, aim=aim) for aim in (0.0, 0.25, 0.5, 1.0, 2.0)]
+    made += [Way(summary="mean", block=16, aim=0.5, keys=keys) for keys in (0.5, 2)]
+    made += [Way(summary="mean", block=32, aim=0.5), Way(summary="mean", block=16, aim=0.5, faded=True)]
     made += [Way(summary="mean", block=8, agree=8), Way(summary="max", agree=8), Way(summary="max", z=2, faded=True)]
     return {way.name: way for way in made}
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import make
 
 from rpe3d import extend, law_of
+from tiny_models import make
 
 LAW = {"chunk": 8, "window": 16, "reach": 48, "far": 3, "block": 4}
 

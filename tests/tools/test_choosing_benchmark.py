@@ -35,10 +35,10 @@ class Words:
         return SimpleNamespace(input_ids=[1 + sum(map(ord, word)) % (TOKENS - 1) for word in text.split()])
 
 
-def tiny(pretrained):
+def tiny(pretrained, **changes):
     torch.manual_seed(0)
-    sizes = {"vocab_size": TOKENS, "max_position_embeddings": pretrained}
-    return LlamaForCausalLM(LlamaConfig(**sizes, **SIZES, **HEADS)).eval()
+    sizes = {"vocab_size": TOKENS, "max_position_embeddings": pretrained, **SIZES, **HEADS}
+    return LlamaForCausalLM(LlamaConfig(**sizes | changes)).eval()
 
 
 def drawn(seed, count):
@@ -83,6 +83,20 @@ def test_all_keys_faded_is_the_law_itself(choosing, law, study):
         assert torch.equal(hit, logits.argmax(-1) == torch.tensor(probe[1:]))
 
 
+def test_the_way_that_ships_is_the_law_s_own_choice(choosing):
+    """In a model of one layer, whose prefix is read alike whatever its queries choose."""
+    own = {"chunk": 128, "window": 128, "reach": 512, "focus": 0, "fade": 0}
+    dense = make_law("3d-rpe", context=2048, **own, **facts(tiny(512)))
+    study = choosing.Study(tiny(512, num_hidden_layers=1), dense)
+    study.read(drawn(1, PREFIX))
+    model = extend(tiny(512, num_hidden_layers=1), "3d-rpe", context=2048, **own, far=16, block=16)
+    for probe, (each, _) in zip(probes(), study.nats(probes(), choosing.WAYS["mean of 16 + aim 0.5"]), strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([drawn(1, PREFIX) + probe])).logits[0, PREFIX:-1]
+        want = torch.nn.functional.cross_entropy(logits, torch.tensor(probe[1:]), reduction="none")
+        torch.testing.assert_close(each, want, rtol=1e-4, atol=1e-4)
+
+
 def test_as_many_blocks_as_there_are_is_every_key(choosing, study):
     """Bit for bit, whatever the way: the choice is made, and leaves nothing out."""
     every = {faded: nats(study, choosing.Way(faded=faded)) for faded in (False, True)}
@@ -100,7 +114,13 @@ def test_ways_differ_from_every_key_and_from_each_other(choosing, study):
 
 @pytest.mark.parametrize(
     "name",
-    ["mean of 16 + agree 8", "sub4 of 32 + pool 4", "mean of 16 + witness cosine 10", "sub4 of 32 + witness z 2"],
+    [
+        "mean of 16 + agree 8",
+        "sub4 of 32 + pool 4",
+        "mean of 16 + witness cosine 10",
+        "sub4 of 32 + witness z 2",
+        "mean of 16 + aim 0.5",
+    ],
 )
 def test_no_token_depends_on_a_later_one(choosing, study, name):
     """Also not on another probe: with one replaced from token 30 on, all nats before and beside it are the same."""
