@@ -198,7 +198,7 @@ class Study:
         return along / torch.cdist(centre, means)
 
     def bare(self, way: Way, k: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
-        """Return the sum of the last keys at each token [g, t, d], and the mean key of each block, without positions."""
+        """Return the sum of the last keys at each token, and the mean key of each block, without positions."""
         start, within = self.start, self.within
         place = torch.cat([torch.arange(start, device=k.device), start + within])
         bare = self.turned(k, place, BARE)
