@@ -179,7 +179,10 @@ def test_a_chunk_law_has_a_chunk_and_others_none():
 def test_a_law_that_keeps_frequencies_and_scaling_has_the_model_s(name):
     law, rope = example(name), example("rope")
     assert law.keeps_frequencies == torch.equal(law.frequencies(), rope.frequencies())
-    assert law.keeps_scaling == (name not in ("yarn", "string"))
+    assert law.keeps_scaling == (name != "yarn")
+    if "attention_factor" in law.own:
+        changed = make_law(name, pretrained=64, context=300, head_dim=16, attention_factor=1.25)
+        assert not changed.keeps_scaling
 
 
 def test_rope_alone_is_the_stock_model():

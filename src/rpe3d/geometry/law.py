@@ -145,7 +145,7 @@ class Law(ABC):
     @property
     def keeps_scaling(self) -> bool:
         """Whether cos and sin are multiplied by what the pretrained model multiplies them by."""
-        return type(self).attention_scaling is Law.attention_scaling
+        return self.attention_scaling == model_attention_scaling(self.rotary)
 
     @property
     def is_stock(self) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
 import torch
 
 from law_oracles import (
@@ -12,6 +15,7 @@ from law_oracles import (
     P,
 )
 from rpe3d import make_law
+from rpe3d.attention import attention
 
 
 def test_dca_is_the_published_formula():
@@ -36,3 +40,23 @@ def test_dca_is_exact_for_local_neighbours_across_a_border():
     border = 3 * law.chunk
     query = torch.arange(border, border + law.window - law.chunk + 1)
     assert torch.equal(law.relative_position(query, border - 1), (query - border + 1).double())
+
+
+@pytest.mark.parametrize("times", [1, 2, 4, 8])
+def test_dca_takes_the_temperature_that_is_deployed(times):
+    """vLLM's backend for Qwen2.5-1M: q and k times max(1, 0.1 ln(n / original_max) + 1); here n = context."""
+    model = {"pretrained": 4096, "context": 4096 * times, "head_dim": 16}
+    law = make_law("dca", attention_factor="deployed", **model)
+    assert law.attention_scaling == pytest.approx(max(1.0, 0.1 * math.log(times) + 1.0), rel=1e-15)
+    assert law.attention_scaling**2 == pytest.approx({1: 1.0, 2: 1.14, 4: 1.30, 8: 1.46}[times], abs=0.005)
+    assert law.keeps_scaling == (times == 1)
+    assert law.regions == make_law("dca", **model).regions
+    assert make_law("dca", **model).attention_scaling == 1
+
+
+def test_dca_s_temperature_multiplies_the_scores_by_its_square():
+    model = {"pretrained": 64, "context": 256, "head_dim": 16}
+    law, plain = (make_law("dca", attention_factor=x, **model) for x in (1.3, 1.0))
+    q, k, v = (torch.randn(1, 2, 200, 16, dtype=torch.float64) for _ in range(3))
+    out = attention(q, k, v, law)[0]
+    torch.testing.assert_close(out, attention(q, k, v, plain, scale=1.3**2 / 4)[0], rtol=0, atol=1e-12)

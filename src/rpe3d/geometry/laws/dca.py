@@ -2,14 +2,20 @@
 
 For offset m in chunk i, keys stand at n; queries stand at m for their own chunk, at min(m + c, w) for the previous
 chunk, and at w for all farther ones. The default chunk is ChunkLlama's first (docs/footguns.md).
+
+What is deployed is sharper: Qwen2.5-1M's config and vLLM's backend for it multiply q and k of a text of n tokens by
+s(n) = max(1, 0.1 ln(n / L_p) + 1), so every score by s². `attention_factor` is that s. It departs in being one number
+for a text of any length, and so it changes short prompts too: it is 1 unless it is given, and `deployed` is
+s(context).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rpe3d.config import ConfigError, whole
+from rpe3d.config import ConfigError, real, whole
 from rpe3d.drawing.palette import BROWN, Style
 from rpe3d.geometry.law import Law, parameter
 from rpe3d.geometry.region import Phase, Region, Turn
@@ -25,10 +31,20 @@ class Dca(Law):
 
     chunk: int = parameter(None, "tokens in a chunk, c; default window - pretrained / 16")
     window: int = parameter(None, "the largest position shown, w; default 3/4 of pretrained")
+    attention_factor: float = parameter(
+        1.0, "multiplies cos and sin; Qwen2.5-1M and vLLM deploy `deployed`: 0.1 ln(context / pretrained) + 1"
+    )
 
     def check(self) -> dict[str, Any]:
         chunk, window = check_dual_chunk(self, self.chunk, self.window)
-        return {"chunk": chunk, "window": window}
+        given: object = self.attention_factor
+        deployed = 0.1 * math.log(self.factor) + 1
+        factor = real("attention_factor", deployed if given == "deployed" else given, above=True, most=1e9)
+        return {"chunk": chunk, "window": window, "attention_factor": factor}
+
+    @property
+    def attention_scaling(self) -> float:
+        return super().attention_scaling * self.attention_factor
 
     @property
     def regions(self) -> tuple[Region, ...]:
