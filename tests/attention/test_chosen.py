@@ -145,6 +145,21 @@ def test_steps_and_pieces_with_a_cache_are_the_whole_prompt():
         torch.testing.assert_close(out, whole[:, :, start:stop], rtol=0, atol=1e-12)
 
 
+def test_tiles_keep_no_more_than_there_is_room_for(monkeypatch):
+    from rpe3d.attention import chosen
+
+    monkeypatch.setattr(chosen, "SCORES", 40 * 4 * 300)
+    x = problem(choosing(), n=300)
+    truth = reference.attend(x)[0]
+    for room, least, most in ((chosen.KEPT, 8, 8), (30000, 1, 7), (0, 0, 0)):
+        monkeypatch.setattr(chosen, "KEPT", room)
+        tiles = chosen.prepare(x)
+        for _ in range(2):
+            torch.testing.assert_close(tiles(x.q, x.k, x.v, None)[0], truth, rtol=0, atol=1e-12)
+        assert least <= len(tiles.steps) <= most
+        assert sum(step.nbytes() for step in tiles.steps.values()) <= room
+
+
 def test_padding_on_either_side_changes_nothing():
     n, pad = 110, 13
     x = problem(choosing(), n=n)

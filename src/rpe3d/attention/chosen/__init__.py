@@ -21,14 +21,16 @@ from rpe3d.attention.spans import Span, spans
 
 SCORES = 2**26
 """Of a tile, at most."""
+KEPT = 2**28
+"""Bytes of masks and tables of cos and sin that are kept for the layers that follow; more are made anew."""
 
 
 class Tile(NamedTuple):
-    """Queries, the keys that come no later than the last of them, and the step for both."""
+    """Queries, the keys that come no later than the last of them, and the problem of both."""
 
     queries: slice
     keys: slice
-    step: plain.Step
+    problem: Problem
 
 
 def refusal(problem: Problem) -> str | None:
@@ -57,6 +59,8 @@ class Tiles:
         x = x.hollow()
         rows = max(16, min(512, SCORES // (x.q.shape[0] * x.q.shape[1] * x.k.shape[2])))
         self.spans = [(span.batch, _part(x, span), _tiles(x, span, rows)) for span in spans(x) if span is not None]
+        self.steps: dict[int, plain.Step] = {}
+        self.room = KEPT
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the output and the log-sum-exp."""
@@ -69,8 +73,19 @@ class Tiles:
             choosers = reference.choosers_of(replace(problem, k=k[batch, :, every]))
             for tile in tiles:
                 vectors = q[batch, :, tile.queries], k[batch, :, tile.keys], v[batch, :, tile.keys]
-                out[batch, :, tile.queries], lse[batch, :, tile.queries] = tile.step(*vectors, sinks, choosers)
+                step = self._step(tile.problem)
+                out[batch, :, tile.queries], lse[batch, :, tile.queries] = step(*vectors, sinks, choosers)
         return out, lse
+
+    def _step(self, problem: Problem) -> plain.Step:
+        """Return the step of a tile, kept while there is room."""
+        if (found := self.steps.get(id(problem))) is not None:
+            return found
+        step = plain.Step(problem)
+        if (size := step.nbytes()) <= self.room:
+            self.steps[id(problem)] = step
+            self.room -= size
+        return step
 
 
 def _part(x: Problem, span: Span, queries: range | None = None, keys: range | None = None) -> tuple[Problem, slice]:
@@ -87,7 +102,7 @@ def _tiles(x: Problem, span: Span, rows: int) -> list[Tile]:
     for a in range(0, len(span.queries), rows):
         queries = span.queries[a : a + rows]
         part, keys = _part(x, span, queries, span.keys[: max(1, queries.stop - span.keys.start)])
-        made.append(Tile(_slots(span.query, span.queries, queries), keys, plain.Step(part)))
+        made.append(Tile(_slots(span.query, span.queries, queries), keys, part))
     return made
 
 

@@ -94,6 +94,14 @@ class Step:
         outs, lses = zip(*results, strict=True)
         return torch.cat(outs), torch.cat(lses)
 
+    def nbytes(self) -> int:
+        """Return the size of all tables and masks."""
+        tables = [
+            table for part in self.parts for table in (part.table, *(piece.table for piece in part.pieces)) if table
+        ]
+        masks = [piece.mask for part in self.parts for piece in part.pieces if piece.mask is not None]
+        return sum(y.nbytes for y in (*masks, *(y for table in tables for y in table)))
+
     def _attend(
         self, part: Part, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, picks: Picks
     ) -> tuple[Tensor, Tensor]:
