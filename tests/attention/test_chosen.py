@@ -151,7 +151,7 @@ def test_tiles_keep_no_more_than_there_is_room_for(monkeypatch):
     monkeypatch.setattr(chosen, "SCORES", 40 * 4 * 300)
     x = problem(choosing(), n=300)
     truth = reference.attend(x)[0]
-    for room, least, most in ((chosen.KEPT, 8, 8), (30000, 1, 7), (0, 0, 0)):
+    for room, least, most in ((chosen.KEPT, 8, 8), (300000, 1, 7), (0, 0, 0)):
         monkeypatch.setattr(chosen, "KEPT", room)
         tiles = chosen.prepare(x)
         for _ in range(2):

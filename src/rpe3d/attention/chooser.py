@@ -7,6 +7,8 @@ the choice that was made, and the choice itself is not differentiated.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
@@ -78,17 +80,34 @@ class Chooser:
 
     def _recent(self, query: Int[Tensor, "b t"]) -> tuple[Float64[Tensor, "b g t d"], Float64[Tensor, "b 1 t 1"]]:
         """Return the sum of the last keys of every query, the older the lighter, and the weight of all of them."""
+        sums, weights = self.recent
+        slot = self._slots(query)
+        if bool((self.positions.gather(1, slot) == query).all()):  # every query is among the keys
+            index = slot[:, None, :, None]
+            return sums.gather(2, index.expand(-1, *sums.shape[1:2], -1, sums.shape[3])), weights.gather(2, index)
+        return self._sums(query)
+
+    @cached_property
+    def recent(self) -> tuple[Float64[Tensor, "b g s d"], Float64[Tensor, "b 1 s 1"]]:
+        """`_sums` of a query at every key."""
+        return self._sums(self.positions)
+
+    def _sums(self, query: Int[Tensor, "b t"]) -> tuple[Float64[Tensor, "b g t d"], Float64[Tensor, "b 1 t 1"]]:
         b, g, _, d = self.keys.shape
         total = self.keys.new_zeros(b, g, query.shape[1], d)
         weight = self.keys.new_zeros(b, 1, query.shape[1], 1)
         for i in range(self.choice.recent):
-            wanted = (query - i).contiguous()
-            slot = torch.searchsorted(self.positions, wanted).clamp(max=self.positions.shape[1] - 1)
+            wanted = query - i
+            slot = self._slots(wanted)
             found = (self.positions.gather(1, slot) == wanted) & self.there.gather(1, slot) & (wanted >= 0)
             share = (found.double() * self.choice.decay**i)[:, None, :, None]
             total += share * self.keys.gather(2, slot[:, None, :, None].expand_as(total))
             weight += share
         return total, weight
+
+    def _slots(self, query: Int[Tensor, "b t"]) -> Int[Tensor, "b t"]:
+        """Return the first slots that claim positions, or others where none does."""
+        return torch.searchsorted(self.positions, query.contiguous()).clamp(max=self.positions.shape[1] - 1)
 
 
 def bare(x: Problem, vectors: Float[Tensor, "b n l d"], positions: Int[Tensor, "b l"]) -> Float64[Tensor, "b n l d"]:

@@ -3,7 +3,7 @@
 Chosen for prompts under a law that gives a choice. Equals `reference`.
 
 A tile is a decoding step in plain PyTorch (`decode.plain`) of more queries than usual: every far key is multiplied, and
-those in blocks that a query has not chosen are masked. So it costs what the whole far field does.
+those in blocks that a query has not chosen are masked. So it costs more than the whole far field does.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ class Tiles:
     """A problem as tiles, settled once for all layers of a forward."""
 
     def __init__(self, x: Problem) -> None:
+        self.flash = plain.has_flash(x)  # asked of vectors that lie as they will
         x = x.hollow()
         rows = max(16, min(512, SCORES // (x.q.shape[0] * x.q.shape[1] * x.k.shape[2])))
         self.spans = [(span.batch, _part(x, span), _tiles(x, span, rows)) for span in spans(x) if span is not None]
@@ -81,7 +82,7 @@ class Tiles:
         """Return the step of a tile, kept while there is room."""
         if (found := self.steps.get(id(problem))) is not None:
             return found
-        step = plain.Step(problem)
+        step = plain.Step(problem, flash=self.flash)
         if (size := step.nbytes()) <= self.room:
             self.steps[id(problem)] = step
             self.room -= size

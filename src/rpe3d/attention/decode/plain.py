@@ -67,11 +67,11 @@ class Part:
 class Step:
     """A decoding step: all that is the same for every layer of a model, settled once; then called with its vectors."""
 
-    def __init__(self, x: Problem, reason: str = "asked for") -> None:
+    def __init__(self, x: Problem, reason: str = "asked for", flash: bool | None = None) -> None:
         self.reason = reason
         self.problem = x.hollow()
         self.interleaved = x.law.rotary.interleaved
-        flash = _has_flash(x)
+        flash = has_flash(x) if flash is None else flash
         self.attend = partial(_flash, scale=x.scale) if flash else partial(_products, scale=x.scale, softcap=x.softcap)
         layouts = _layouts(x)
         if all(layout == layouts[0] for layout in layouts):
@@ -255,7 +255,7 @@ def _mask(x: Problem, seen: list[tuple[int, int]], low: int, high: int, n: int) 
     return torch.zeros(blind.shape, dtype=x.q.dtype, device=x.q.device).masked_fill(blind, -torch.inf)
 
 
-def _has_flash(x: Problem) -> bool:
+def has_flash(x: Problem) -> bool:
     """Whether the library takes the problem. Vectors that are not contiguous in d it would take, and read wrongly."""
     contiguous = all(y.stride(3) == 1 for y in (x.q, x.k, x.v))
     return x.q.device.type == "cpu" and x.softcap is None and x.v.shape[3] == x.q.shape[3] and contiguous
