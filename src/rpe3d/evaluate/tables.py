@@ -151,9 +151,10 @@ def _mean(cells: Sequence[float | None]) -> float | None:
 
 
 def rows_csv(results: Results, columns: Sequence[str] = CSV) -> str:
-    """Return every row, as a spreadsheet takes it; rows of earlier versions have no commit."""
+    """Return every row, as a spreadsheet takes it; rows of earlier versions have no commit or LongPPL."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(columns)
-    writer.writerows([row.get(name) if name == "commit" else row[name] for name in columns] for row in results["rows"])
+    optional = ("commit", "longppl", "key_tokens")
+    writer.writerows([row.get(name) if name in optional else row[name] for name in columns] for row in results["rows"])
     return file.getvalue()
