@@ -33,10 +33,11 @@ def written():
         model.lm_head.weight *= 1.5
         rpe3d.extend(model, "3d-rpe", context=LENGTH)
         tokens = torch.randint(1, 257, (4, 8), generator=torch.Generator().manual_seed(0))
-        draw = torch.Generator().manual_seed(1)
+        draw, cache, seen = torch.Generator().manual_seed(1), None, tokens
         while tokens.shape[1] < LENGTH:
-            chances = model(tokens, use_cache=False, logits_to_keep=1).logits[:, -1].softmax(-1)
-            tokens = torch.cat([tokens, torch.multinomial(chances, 1, generator=draw)], dim=1)
+            out = model(seen, past_key_values=cache, use_cache=True)
+            cache, seen = out.past_key_values, torch.multinomial(out.logits[:, -1].softmax(-1), 1, generator=draw)
+            tokens = torch.cat([tokens, seen], dim=1)
         rpe3d.restore(model)
     return model, [Tokens(name=str(i), ids=ids) for i, ids in enumerate(tokens)]
 
@@ -62,15 +63,16 @@ def losses(model, tokens):
         return torch.nn.functional.cross_entropy(model(tokens[None]).logits[0, :-1], tokens[1:], reduction="none")
 
 
-def published(evaluate, model, tokens):
-    """Equations 4 to 6 of arXiv 2410.23771 token by token, with upstream's sliding truncated context."""
-    full, keys = evaluate(tokens), []
-    for position in range(SHORT, len(tokens)):
-        start = (position - SHORT) // STEP * STEP
-        short = losses(model, tokens[start : start + SHORT + STEP])[position - start - 1]
-        if short - full[position - 1] > 2 and full[position - 1] < 2:
-            keys.append(position)
-    return keys, full
+def published(full, model, tokens):
+    """The key tokens of arXiv 2410.23771 one by one: LSD > 2 and LCL > -2, with upstream's truncated contexts."""
+    keys = []
+    for start in range(0, len(tokens) - SHORT, STEP):
+        short = losses(model, tokens[start : start + SHORT + STEP])
+        for position in range(start + SHORT, min(start + SHORT + STEP, len(tokens))):
+            likelihood = -full[position - 1]
+            if likelihood + short[position - start - 1] > 2 and likelihood > -2:
+                keys.append(position)
+    return keys
 
 
 def test_one_law_alone_gives_the_published_formula(written, measured):
@@ -80,7 +82,7 @@ def test_one_law_alone_gives_the_published_formula(written, measured):
     rpe3d.extend(model, "3d-rpe", context=LENGTH)
     full = [losses(model, text.ids) for text in texts]
     rpe3d.restore(model)
-    found = [published(lambda _, of=of: of, model, text.ids)[0] for text, of in zip(texts, full, strict=True)]
+    found = [published(of, model, text.ids) for text, of in zip(texts, full, strict=True)]
     assert [window["keys"] for window in results["keys"]["512"]["windows"]] == found
     picked = torch.cat([of[torch.tensor(keys) - 1] for of, keys in zip(full, found, strict=True)])
     assert row["key_tokens"] == len(picked) >= 30

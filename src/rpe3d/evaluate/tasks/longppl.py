@@ -1,9 +1,10 @@
 """LongPPL: the perplexity of a text's key tokens, which need the far context (Fang et al., arXiv 2410.23771).
 
 A token is key where an evaluator finds it likely with the whole text before it, and unlikely with a truncated context:
-loss_short - loss_full > α and loss_full < β, α = β = 2 nats (section 3). LongPPL of a model is exp of its mean loss
-over the key tokens of all texts. As in upstream's code (PKU-ML/LongPPL), truncated contexts start every `step` tokens,
-and each scores the `step` tokens after its first `short`: 4096 and 1024. Tokens among the first `short` are never key.
+loss_short - loss_full > α (the paper's LSD) and loss_full < β (its LCL > -β), α = β = 2 nats. LongPPL of a model is exp
+of its mean loss over the key tokens of all texts. As in upstream's code (PKU-ML/LongPPL), truncated contexts start every
+`step` tokens, and each scores the `step` tokens after its first `short`: 4096 and 1024. The first `short` tokens of a
+window are never key.
 
 Truncated contexts open with the same BOS token as whole windows. Upstream's do not, which makes text look unlikely to
 a model that rests its attention on BOS.
@@ -74,7 +75,7 @@ def _scored(model: Any, group: Sequence[Window]) -> list[Tensor]:
 
 
 def is_key(full: Tensor, short: Tensor) -> Tensor:
-    """Return which tokens are key by their losses with the whole and with the truncated context (section 3)."""
+    """Return which tokens are key by their losses with the whole and the truncated context: LSD > α and LCL > -β."""
     return (short - full > ALPHA) & (full < BETA)
 
 
