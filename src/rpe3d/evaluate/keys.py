@@ -44,6 +44,7 @@ from rpe3d.geometry import Law
 
 Keys = dict[str, Any]
 """Key tokens by length, which is text as in JSON."""
+FIND = "find them with `rpe3d compare MODEL --lengths N --measures longppl --keys FILE`"
 ANOTHER = "pass another file to --keys, which is written if it does not exist"
 
 
@@ -125,8 +126,7 @@ class KeyTokens:
             self.bench.ranks.together(keep)
         if self.unwritten and not self.waiting:  # all of them are those of an earlier run
             self.bench.ranks.together(keep)
-        known = self.results["keys"].items()
-        self.bench.keys = {int(length): [window["keys"] for window in of["windows"]] for length, of in known}
+        self.bench.keys = positions(self.results["keys"])
 
 
 def find(bench: Bench, laws: Mapping[str, Law], length: int, cut: Truncation, by: Mapping[str, Any]) -> dict[str, Any]:
@@ -217,10 +217,20 @@ def write_keys(path: Path, origin: Mapping[str, Any], keys: Keys) -> None:
         files.write_json(path, {"schema": 1, "kind": "keys", **origin, "keys": keys})
 
 
-def check_keys(keys: Keys, windows: Mapping[int, Sequence[Window]], by: Mapping[str, Any]) -> None:
-    """Refuse key tokens of other windows, and a length to be added by another model than found the rest."""
+def positions(keys: Keys) -> dict[int, list[list[int]]]:
+    """Return the key tokens of each window, by length."""
+    return {int(length): [window["keys"] for window in found["windows"]] for length, found in keys.items()}
+
+
+def check_keys(keys: Keys, windows: Mapping[int, Sequence[Window]], by: Mapping[str, Any] | None = None) -> None:
+    """Refuse key tokens of other windows, and lengths without any that cannot be added.
+
+    Only the model that found the rest can add a length; without a model (`by`) none can.
+    """
     for length, cut in windows.items():
         if str(length) not in keys:
+            if by is None:
+                raise ConfigError(f"--keys holds no key tokens of windows of {length} tokens", FIND)
             if any(found["by"]["weights"] != by["weights"] for found in keys.values()):
                 raise ConfigError(
                     f"--keys holds no key tokens of windows of {length} tokens, and those that it holds are another "

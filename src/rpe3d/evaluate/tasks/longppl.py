@@ -2,9 +2,9 @@
 
 A token is key where an evaluator finds it likely with the whole text before it, and unlikely with a truncated context:
 loss_short - loss_full > α (the paper's LSD) and loss_full < β (its LCL > -β), α = β = 2 nats. LongPPL of a model is exp
-of its mean loss over the key tokens of all texts. As in upstream's code (PKU-ML/LongPPL), truncated contexts start every
-`step` tokens, and each scores the `step` tokens after its first `short`: 4096 and 1024. The first `short` tokens of a
-window are never key.
+of its mean loss over the key tokens of all texts. As in upstream's code (PKU-ML/LongPPL), truncated contexts start
+every `step` tokens, and each scores the `step` tokens after its first `short`: 4096 and 1024. The first `short` tokens
+of a window are never key.
 
 Truncated contexts open with the same BOS token as whole windows. Upstream's do not, which makes text look unlikely to
 a model that rests its attention on BOS.
