@@ -7,9 +7,10 @@ Results, schema 1: {"schema": 1, "kind": "eval", "command", "model": as in under
 "ok" | "out of memory" | "skipped: why", "seconds", "samples_per_minute", "batch", "predictions": a path beside the
 file, "made_from": a digest of all that decides the row, which each line of its predictions carries as well, "commit":
 of the checkout that finished it, or null}]}.
-Scores are percents, for `ppl` and `longppl` perplexities, for `copy` losses. Seconds are of the run that finished the row, with the
-making of its prompts under the first law, which the others share; samples per minute are of generation alone. The batch
-is that of the run that finished the row: it changes rounding only, so a run may be resumed with another.
+Scores are percents, for `ppl` and `longppl` perplexities, for `copy` losses. Seconds are of the run that finished the
+row, with the making of its prompts under the first law, which the others share; samples per minute are of generation
+alone. The batch is that of the run that finished the row: it changes rounding only, so a run may be resumed with
+another.
 Files without fingerprints, of rpe3d before them, can be read but are not resumed.
 """
 
