@@ -148,9 +148,24 @@ def test_the_report_lies_beside_its_results(folder, tmp_path, capsys, monkeypatc
     assert json.loads((out / "compare.json").read_text())["kind"] == "compare"
 
 
+def test_longppl_is_shown_with_its_key_tokens_and_what_found_them(folder, tmp_path, capsys, monkeypatch):
+    """A random model has too few key tokens for a number; a text of its own is in tests/evaluate/test_longppl.py."""
+    monkeypatch.setenv("COLUMNS", "160")
+    argv = (folder, "--laws", "rope,streaming-llm", "--lengths", "512", "--windows", "1", "--device", "cpu")
+    assert run(*argv, "--measures", "longppl", "--keys", tmp_path / "k.json", "--against", "rope") == 0
+    captured = capsys.readouterr()
+    assert "passkey   longppl   key tokens   tokens/s" in captured.out
+    assert "none" in captured.out
+    assert f"key tokens at 512 were found by {folder} under rope, against a context of 128 tokens" in captured.err
+    assert json.loads((tmp_path / "k.json").read_text())["kind"] == "keys"
+    assert run(*argv, "--measures", "ppl") == 0
+    assert "longppl" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("argv", "problem"),
     [
+        (["--keys", "k.json"], "--keys is given without longppl"),
         (["--laws", "ropes"], "law 'ropes' is not known"),
         (["--laws", "yarn:chunk=8"], "law 'yarn' has no parameter 'chunk'"),
         (["--laws", "3d-rpe:chunk"], "'chunk' in '3d-rpe:chunk' has no value"),

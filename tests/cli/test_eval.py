@@ -224,3 +224,36 @@ def test_two_processes_give_the_rows_and_predictions_of_one(folder, data, tmp_pa
     codes, said = launched(2, "eval", *argv, tmp_path / "2.json", "--seed", "1")
     assert codes == [1, 1]
     assert all("holds results of other settings\nhint: " in words for words in said)
+
+
+def test_longppl_is_that_of_compare_on_the_same_key_tokens(folder, tmp_path, capsys):
+    """Key tokens of any evaluator: here every tenth token, since a random model finds none."""
+    keys = tmp_path / "keys.json"
+    shared = ("--windows", "2", "--device", "cpu", "--keys", keys)
+    compare = ("compare", folder, "--laws", "rope,dca", "--lengths", "512", "--measures", "longppl", *shared)
+    assert main([*map(str, compare)]) == 0
+    content = json.loads(keys.read_text())
+    for window in content["keys"]["512"]["windows"]:
+        window["keys"] = list(range(130, 512, 10))
+    keys.write_text(json.dumps(content))
+    assert main([*map(str, (*compare, "--json", tmp_path / "c.json"))]) == 0
+    asked = (folder, "--tasks", "longppl", "--law", "rope,dca", "--length", "512", *shared)
+    assert run(*asked, "--json", tmp_path / "e.json") == 0
+    compared, found = (json.loads((tmp_path / name).read_text())["rows"] for name in ("c.json", "e.json"))
+    assert [row["score"] for row in found] == [row["longppl"] for row in compared]
+    assert "and LongPPL" in capsys.readouterr().out
+    assert run(*asked, "--json", tmp_path / "e.json") == 0  # resumed
+    assert json.loads((tmp_path / "e.json").read_text())["rows"] == found
+    capsys.readouterr()
+    content["keys"]["512"]["windows"][1]["keys"].pop()
+    keys.write_text(json.dumps(content))
+    code, problem, _ = fails(capsys, *asked, "--json", tmp_path / "e.json")
+    assert (code, problem) == (1, f"{tmp_path / 'e.json'} holds results of other data")
+
+
+def test_longppl_without_key_tokens_is_refused(folder, tmp_path, capsys):
+    code, problem, _ = fails(capsys, folder, "--tasks", "longppl", "--device", "cpu")
+    assert (code, problem) == (1, "longppl and --keys need each other")
+    code, problem, hint = fails(capsys, folder, "--tasks", "longppl", "--device", "cpu", "--keys", tmp_path / "none")
+    assert (code, problem) == (1, f"{tmp_path / 'none'} does not exist")
+    assert "rpe3d compare" in hint

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rpe3d.cli.arguments import kept, laws, need, results_file, sizes
-from rpe3d.config import choice
+from rpe3d.config import ConfigError, choice
 
 if TYPE_CHECKING:
     from rpe3d.evaluate.grid import Progress
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 LAWS = "rope,yarn,dca,3d-rpe"
 LENGTHS = "8k,16k,32k"
 WITHOUT = "there are fewer than three windows or trials, or windows overlap: raise --windows, or give longer --texts"
+KEYS = (
+    "longppl: read its key tokens from here, or find and write them. Default: tokens that are key to the model itself "
+    "under any of the laws that read the whole text"
+)
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -28,7 +32,13 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--laws", metavar="A,B", default=LAWS, help=f"laws, `all`, name:parameter=value, or law files; default {LAWS}")
     add("--lengths", metavar="N,N", type=sizes, default=LENGTHS, help=f"tokens in a window; default {LENGTHS}")
     add_text_arguments(parser)
-    add("--measures", metavar="M,M", default="ppl,copy,passkey", help="some of ppl,copy,passkey; default all")
+    add(
+        "--measures",
+        metavar="M,M",
+        default="ppl,copy,passkey",
+        help="some of ppl,copy,passkey,longppl; default the first three",
+    )
+    add("--keys", metavar="FILE", type=Path, help=KEYS)
     add_probe_arguments(parser)
     add("--batch", metavar="N", type=int, default=1, help="windows, or copies, in one forward; default 1")
     add_model_arguments(parser)
@@ -75,6 +85,7 @@ def run(arguments: Namespace) -> int:
         need("cli", "matplotlib")
     given = all_laws() if arguments.laws == "all" else laws(arguments.laws)
     from rpe3d.evaluate import Settings, compare, read_texts
+    from rpe3d.evaluate.findings import evaluator
     from rpe3d.evaluate.ranks import ranks
     from rpe3d.evaluate.store import check
     from rpe3d.evaluate.texts import check_bytes
@@ -88,6 +99,8 @@ def run(arguments: Namespace) -> int:
     )
     if arguments.against:
         choice("law", arguments.against, [law.label for law in given])
+    if arguments.keys is not None and "longppl" not in settings.measures:
+        raise ConfigError("--keys is given without longppl", "add longppl to --measures, or leave --keys out")
     texts = read_texts(arguments.texts)
     check_bytes(texts, settings.lengths)
     file = results_file(arguments, "compare.json")
@@ -105,6 +118,7 @@ def run(arguments: Namespace) -> int:
             settings,
             texts=texts,
             file=file,
+            keys=arguments.keys,
             progress=progress,
             **kept(arguments),
         )
@@ -116,6 +130,8 @@ def run(arguments: Namespace) -> int:
             if text["tokens"] < max(settings.lengths):
                 note = f"{text['name']} has {text['tokens']} tokens, so longer windows are of other texts"
                 print(f"note: {note}", file=sys.stderr)
+        for length, found in results.get("keys", {}).items():
+            print(f"note: key tokens at {length} were found by {evaluator(found)}", file=sys.stderr)
         report(results, arguments.report, file)
     return 0
 
@@ -172,7 +188,8 @@ def print_table(results: dict[str, Any]) -> None:
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("law", overflow="fold")
-    for column in ("length", "ppl", "tail ppl", "copy nll", "passkey", "tokens/s"):
+    long = ("longppl", "key tokens") if any(row.get("key_tokens") is not None for row in results["rows"]) else ()
+    for column in ("length", "ppl", "tail ppl", "copy nll", "passkey", *long, "tokens/s"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("", overflow="fold")
     for row in results["rows"]:
@@ -180,8 +197,16 @@ def print_table(results: dict[str, Any]) -> None:
         measured = [_short(row[name]) for name in ("ppl", "tail_ppl", "copy_nll")]
         speed = "" if row["tokens_per_second"] is None else f"{row['tokens_per_second']:.0f}"
         status = "" if row["status"] == "ok" else row["status"]
-        table.add_row(row["law"], str(row["length"]), *measured, passkeys, speed, status)
+        table.add_row(
+            row["law"], str(row["length"]), *measured, passkeys, *(_key_tokens(row) if long else ()), speed, status
+        )
     Console().print(table)
+
+
+def _key_tokens(row: dict[str, Any]) -> tuple[str, str]:
+    """LongPPL and how many tokens it is of; too few have no number."""
+    n, value = row.get("key_tokens"), row.get("longppl")
+    return ("", "") if n is None else ("none" if value is None else _short(value), str(n))
 
 
 def print_differences(results: dict[str, Any], against: str) -> None:
@@ -193,11 +218,13 @@ def print_differences(results: dict[str, Any], against: str) -> None:
     from rpe3d.evaluate.paired import paired
 
     scales = {"nll": 100.0, "tail_nll": 100.0, "copy_nll": 1.0, "passkey": 1.0}
+    rows = paired(results, against)
+    if any("long_nll" in row for row in rows):
+        scales["long_nll"] = 100.0
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=f"less {against} (95 % interval)", title_justify="left")
     table.add_column("law", overflow="fold")
-    for column in ("length", "ppl %", "tail ppl %", "copy nll", "passkey"):
+    for column in ("length", "ppl %", "tail ppl %", "copy nll", "passkey", "longppl %")[: len(scales) + 1]:
         table.add_column(column, justify="right", no_wrap=True)
-    rows = paired(results, against)
     for row in rows:
         table.add_row(row["law"], str(row["length"]), *(_differing(row.get(name), k) for name, k in scales.items()))
     Console().print(table)

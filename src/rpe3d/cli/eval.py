@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from rpe3d.cli.arguments import kept, laws, need, results_file, sizes
 from rpe3d.cli.compare import add_model_arguments, add_probe_arguments, add_text_arguments, load_model, progress_bar
+from rpe3d.config import ConfigError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-TASKS = "longbench, leval, ruler, ppl, passkey, copy, or one task as longbench:lcc, ppl:FOLDER"
+TASKS = "longbench, leval, ruler, ppl, passkey, copy, longppl, or one task as longbench:lcc, ppl:FOLDER"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -35,6 +36,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="authors: LongBench's code tasks as chats as well, as the 3D-RPE authors do",
     )
     add_probe_arguments(parser)
+    add("--keys", metavar="FILE", type=Path, help="longppl: its key tokens, as `rpe3d compare --keys` writes them")
     add_model_arguments(parser)
     add("--json", metavar="FILE", type=Path, help="keep rows here and predictions beside it; the same command resumes")
     add("--overwrite", action="store_true", help="remove all rows and predictions of --json, and start over")
@@ -63,6 +65,8 @@ def run(arguments: Namespace) -> int:
         **{name: getattr(arguments, name) for name in names},
     }
     Ask(lengths=arguments.length or [4096], **asked)
+    if (("longppl", "") in tasks) != (arguments.keys is not None):
+        raise ConfigError("longppl and --keys need each other", "add the one, or leave the other out")
     data, texts = questions(arguments, tasks)
     file = results_file(arguments, "eval.json")
     if file is not None:
@@ -85,6 +89,7 @@ def run(arguments: Namespace) -> int:
             data=data,
             texts=texts,
             file=file,
+            keys=arguments.keys,
             progress=progress,
             **kept(arguments),
         )
@@ -107,10 +112,10 @@ def questions(arguments: Namespace, tasks: list[tuple[str, str]]) -> tuple[dict[
     data = {task: load(*task, arguments.data) for task in tasks if task[0] in ("longbench", "leval")}
     texts = {}
     for group, name in tasks:
-        if group in ("ppl", "copy", "ruler"):
+        if group in ("ppl", "copy", "ruler", "longppl"):
             own = group == "ppl" and name
             texts[group, name] = load_texts(name, arguments.data) if own else read_texts(arguments.texts)
-        if group == "ppl" and arguments.length:
+        if group in ("ppl", "longppl") and arguments.length:
             check_bytes(texts[group, name], arguments.length)
     return data, texts
 

@@ -4,7 +4,7 @@ Results, schema 1: {"schema": 1, "kind": "compare", "command", "model": {"name",
 "pretrained", "head_dim", "rope_theta", "dtype", "device", "fingerprint": {"weights", "config", "tokenizer"}: digests
 as in origin.py}, "versions": {package: version}, "settings": what was asked, "texts": [{"name", "sha256", "tokens"}],
 "rows": [as in row.py, laws x lengths in the order asked, each with "made_from": a digest of model, versions, settings
-and texts, and "commit": of the checkout that measured it, or null]}.
+and texts, and "commit": of the checkout that measured it, or null], "keys": with LongPPL alone, as in keys.py}.
 Files without fingerprints, of rpe3d before them, can be read and reported on but are not resumed.
 """
 
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rpe3d.evaluate.grid import Progress, fill, silent
+from rpe3d.evaluate.keys import KeyTokens
 from rpe3d.evaluate.origin import fingerprint, made_from, versions
 from rpe3d.evaluate.ranks import ranks
 from rpe3d.evaluate.row import measure_row
@@ -36,6 +37,7 @@ def compare(
     *,
     texts: Sequence[Text] = (),
     file: Path | None = None,
+    keys: Path | None = None,
     overwrite: bool = False,
     name: str | None = None,
     command: str | None = None,
@@ -43,8 +45,9 @@ def compare(
 ) -> dict[str, Any]:
     """Compare laws on `texts` (default: Python's language reference) and return the results; leaves the model stock.
 
-    With `file` they are written there after each row, and finished rows that are there already are kept. `name` and
-    `command` are what the results say of the model's and their own origin.
+    With `file` they are written there after each row, and finished rows that are there already are kept. `keys` is a
+    file of LongPPL's key tokens, which is read if it exists and written otherwise. `name` and `command` are what the
+    results say of the model's and their own origin.
     """
     texts = list(texts) or default_texts()
     tokens = [tokenize(tokenizer, text) for text in texts]
@@ -78,13 +81,21 @@ def compare(
         progress=progress,
     )
     entries = {entry.label: entry for entry in settings.entries}
+    origin = made_from(content)
+    found = None
+    if "longppl" in settings.measures:
+        found = KeyTokens(bench=bench, laws=laws, pretrained=known["pretrained"], results=content, file=keys)
+        content["keys"] = found.read()
 
     def measure(waiting: Sequence[Key]) -> Iterator[tuple[Key, Row]]:
-        bench.total = sum(bench.work(length) for _, length in waiting)
+        if found is not None:
+            found.prepare(waiting)
+        bench.total += sum(bench.work(length, label) for label, length in waiting)
+        if found is not None:
+            found.find(store.write)
         for label, length in waiting:
             yield (label, length), measure_row(bench, entries[label], length, laws[label, length])
 
-    origin = made_from(content)
     store = Store(
         file=file if bench.ranks.first else None,
         content=content,

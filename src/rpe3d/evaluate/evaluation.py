@@ -7,9 +7,10 @@ Results, schema 1: {"schema": 1, "kind": "eval", "command", "model": as in under
 "ok" | "out of memory" | "skipped: why", "seconds", "samples_per_minute", "batch", "predictions": a path beside the
 file, "made_from": a digest of all that decides the row, which each line of its predictions carries as well, "commit":
 of the checkout that finished it, or null}]}.
-Scores are percents, for `ppl` perplexities, for `copy` losses. Seconds are of the run that finished the row, with the
-making of its prompts under the first law, which the others share; samples per minute are of generation alone. The batch
-is that of the run that finished the row: it changes rounding only, so a run may be resumed with another.
+Scores are percents, for `ppl` and `longppl` perplexities, for `copy` losses. Seconds are of the run that finished the
+row, with the making of its prompts under the first law, which the others share; samples per minute are of generation
+alone. The batch is that of the run that finished the row: it changes rounding only, so a run may be resumed with
+another.
 Files without fingerprints, of rpe3d before them, can be read but are not resumed.
 """
 
@@ -26,8 +27,9 @@ from typing import Any
 
 from rpe3d.config import ConfigError
 from rpe3d.evaluate.grid import Progress, fill, silent
+from rpe3d.evaluate.keys import FIND, Keys, read_keys
 from rpe3d.evaluate.memory import within_memory
-from rpe3d.evaluate.origin import fingerprint, generation, made_from, versions
+from rpe3d.evaluate.origin import digest, fingerprint, generation, made_from, versions
 from rpe3d.evaluate.ranks import ranks
 from rpe3d.evaluate.row import OUT_OF_MEMORY
 from rpe3d.evaluate.settings import Ask
@@ -42,6 +44,8 @@ from rpe3d.evaluate.texts import Text
 from rpe3d.evaluate.under import Cell, about_as_it_is, laws_of, under
 from rpe3d.geometry import Law
 
+LONG: Task = ("longppl", "")
+
 
 def evaluate(
     model: Any,
@@ -51,6 +55,7 @@ def evaluate(
     data: Mapping[Task, Data],
     texts: Mapping[Task, Sequence[Text]],
     file: Path | None = None,
+    keys: Path | None = None,
     overwrite: bool = False,
     name: str | None = None,
     command: str | None = None,
@@ -60,7 +65,7 @@ def evaluate(
     """Measure what `ask` says and return the results; the model is left as it was.
 
     With `file` they are written there after each row, and predictions beside it after each batch; what is there already
-    is kept. `generate` may be another engine than the model's own.
+    is kept. `keys` is a file of LongPPL's key tokens. `generate` may be another engine than the model's own.
     """
     laws = laws_of(model, ask.entries, ask.lengths)
     template = chat.tokenizer.chat_template if chat.form == TEMPLATE else None
@@ -80,9 +85,14 @@ def evaluate(
         },
         "rows": [],
     }
+    found: Keys = {}
+    if LONG in ask.tasks:
+        found = _keys(keys, known["tokenizer"], texts[LONG])
+        n = sum(len(window["keys"]) for of in found.values() for window in of["windows"])
+        content["data"][title(LONG)] += [{"name": "key tokens", "sha256": digest(found), "n": n}]
     here = ranks()
     generate = generate or generator(model, chat)
-    means = Means(model=model, chat=chat, generate=generate, ask=ask, data=data, texts=texts, ranks=here)
+    means = Means(model=model, chat=chat, generate=generate, ask=ask, data=data, texts=texts, ranks=here, keys=found)
     store = Store(
         file=file if here.first else None,
         content=content,
@@ -109,6 +119,15 @@ def evaluate(
 
     fill(store, measure, here, overwrite)
     return content
+
+
+def _keys(path: Path | None, tokenizer: str, texts: Sequence[Text]) -> Keys:
+    """Read LongPPL's key tokens: a model under one law cannot find its own without favouring itself."""
+    origin = {"tokenizer": tokenizer, "texts": {text.name: text.sha256 for text in texts}}
+    found = None if path is None else read_keys(path, origin)
+    if found is None:
+        raise ConfigError(f"{path} does not exist" if path else "longppl needs key tokens: --keys is missing", FIND)
+    return found
 
 
 def origin(content: Mapping[str, Any], key: Key) -> str:

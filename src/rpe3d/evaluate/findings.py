@@ -28,6 +28,7 @@ def findings(results: Results) -> list[str]:
     if times > 1:
         where += f", {times:.3g} times its pretrained {short(pretrained)}"
     said = [_reading(where, at), _breaking(at, pretrained), _retrieving(longest, at), _copying(longest, at)]
+    said += [_key_tokens(longest, at, results)]
     return [sentence for sentence in said if sentence] + _unmeasured(rows)
 
 
@@ -96,6 +97,26 @@ def _copying(length: int, rows: list[Row]) -> str:
     known = sorted((row for row in rows if row["copy_nll"] is not None), key=lambda row: row["copy_nll"])
     said = _grouped((row["law"], f"{row['copy_nll']:.2f}") for row in known)
     return f"Copying from the beginning to the end of {short(length)}, NLL per token: {said}." if known else ""
+
+
+def _key_tokens(length: int, rows: list[Row], results: Results) -> str:
+    """What LongPPL is, and whose key tokens it is of: they decide which law looks good."""
+    known = sorted((row for row in rows if row.get("longppl") is not None), key=lambda row: row["longppl"])
+    counts = [row["key_tokens"] for row in rows if row.get("key_tokens") is not None]
+    if not counts:
+        return ""
+    by = evaluator(results["keys"][str(length)])
+    if not known:
+        return f"LongPPL at {short(length)} has no number, with {counts[0]} key tokens, found by {by}."
+    said = _grouped((row["law"], number(row["longppl"])) for row in known)
+    return f"LongPPL at {short(length)}, of {counts[0]:,} key tokens found by {by}: {said}."
+
+
+def evaluator(keys: Mapping[str, Any]) -> str:
+    """Name what found these key tokens: a model under laws, and the truncated context."""
+    by = [law for law in keys["by"]["laws"] if law not in keys["left_out"]]
+    under = _listed(by) if len(by) == 1 else f"any of {_listed(by)}"
+    return f"{keys['by']['model']} under {under}, against a context of {keys['short']} tokens with stock RoPE"
 
 
 def _grouped(pairs: Iterable[tuple[str, str]]) -> str:

@@ -29,7 +29,7 @@ from rpe3d.evaluate.tasks.retrieval import GRASS, TASK
 
 START_OVER = "pass another file to --json, or --overwrite to start over"
 NOT_COMPARED = ("schema", "kind", "command", "rows")
-COLLECTED = ("data", "laws")
+COLLECTED = ("data", "laws", "keys")
 """Parts of a results file that grow with each command: only the entries that both sides have must agree."""
 PIECE = 1 << 24
 """Bytes that leave a GPU at once: whole tensors took five times as long, in fresh pages of the host's memory."""

@@ -44,6 +44,7 @@ MEASURES: dict[str, tuple[str, Callable[[Mapping[str, Any]], float]]] = {
     "nll": ("windows", lambda item: float(item["nll"])),
     "tail_nll": ("windows", lambda item: float(item["tail_nll"])),
     "copy_nll": ("copies", lambda item: float(item["nll"])),
+    "long_nll": ("key_windows", lambda item: float(item["nll"])),
     "passkey": ("passkeys", lambda item: float(item["correct"])),
 }
 """What is compared: where a row has its items, and the number of each."""
@@ -68,8 +69,10 @@ def paired(results: Mapping[str, Any], against: str) -> list[dict[str, Any]]:
 
 
 def _difference(row: Row, other: Row, kind: str, number: Callable[[Any], float]) -> Difference | None:
-    if not row[kind] or len(row[kind]) != len(other[kind]):
+    if not row.get(kind) or len(row[kind]) != len(other.get(kind, ())):
         return None
+    if kind == "key_windows":
+        return _key_difference(row, other)
     values = [number(a) - number(b) for a, b in zip(row[kind], other[kind], strict=True)]
     if kind == "passkeys":
         return paired_shares(values)
@@ -78,9 +81,27 @@ def _difference(row: Row, other: Row, kind: str, number: Callable[[Any], float])
     return mean_difference(values)
 
 
-def _overlap(row: Row) -> bool:
+def _key_difference(row: Row, other: Row) -> Difference | None:
+    """Return the difference of mean losses over key tokens, of which windows have different numbers n.
+
+    The mean is a ratio of sums over windows, and so has the interval of its linear part (Cochran, Sampling Techniques,
+    1977, section 6.3): windows differ from the mean by W n (d - mean) / N. Equal n give the plain mean.
+    """
+    if row["longppl"] is None or other["longppl"] is None:
+        return None
+    both = [
+        (a["n"], a["nll"] - b["nll"]) for a, b in zip(row["key_windows"], other["key_windows"], strict=True) if a["n"]
+    ]
+    total = sum(n for n, _ in both)
+    mean = math.fsum(n * d for n, d in both) / total
+    if _overlap(row, "key_windows"):
+        return Difference(mean=mean, low=None, high=None, n=len(both))
+    return mean_difference([mean + len(both) * n * (d - mean) / total for n, d in both])
+
+
+def _overlap(row: Row, kind: str = "windows") -> bool:
     """Whether two windows of the row share text. One token may be BOS, which is not of the text."""
-    places = sorted((window["text"], window["start"]) for window in row["windows"])
+    places = sorted((window["text"], window["start"]) for window in row[kind])
     return any(a[0] == b[0] and b[1] - a[1] < row["length"] - 1 for a, b in pairwise(places))
 
 

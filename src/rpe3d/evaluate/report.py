@@ -39,7 +39,7 @@ class Column(NamedTuple):
 
 def _column(name: str, heading: str, meaning: str, text: Callable[[float], str], sign: int = 1) -> Column:
     def rank(row: Row) -> float | None:
-        return None if row[name] is None else sign * float(row[name])
+        return None if row.get(name) is None else sign * float(row[name])
 
     return Column(heading, meaning, rank, lambda row: text(row[name]))
 
@@ -50,6 +50,13 @@ TABLE = (
         "tail_ppl", "tail ppl", "perplexity of the last tokens of each window (4096, or half a shorter one)", number
     ),
     _column("copy_nll", "copy", "NLL per token of a passage repeated at the end of the window", "{:.2f}".format),
+    _column("longppl", "longppl", "perplexity of the key tokens, which need the far context", number),
+    Column(
+        "key tokens",
+        "how many longppl is of; below 30 it has no number",
+        lambda row: None if row.get("key_tokens") is None else 0.0,
+        lambda row: f"{row['key_tokens']:,}",
+    ),
     Column(
         "passkey",
         "passkeys answered in full, of those hidden",
@@ -59,7 +66,7 @@ TABLE = (
     _column("tokens_per_second", "tokens/s", "speed of the perplexity windows", "{:,.0f}".format, sign=-1),
 )
 CSV = ("law", "length", "status", "ppl", "tail_ppl", "copy_nll", "passkey", "passkey_n", "tokens_per_second", "tokens",
-       "seconds", "commit")  # fmt: skip
+       "seconds", "commit", "longppl", "key_tokens")  # fmt: skip
 
 
 def write_report(results: Results, folder: Path) -> list[Path]:

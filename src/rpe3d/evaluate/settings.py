@@ -11,7 +11,9 @@ from rpe3d.evaluate.tasks import Task
 from rpe3d.evaluate.tasks.perplexity import PROTOCOLS, WINDOWS
 from rpe3d.geometry import LawSpec
 
-MEASURES = ("ppl", "copy", "passkey")
+MEASURES = ("ppl", "copy", "passkey", "longppl")
+DEFAULT = MEASURES[:3]
+"""LongPPL is asked for by name: finding its key tokens takes more forwards."""
 SHORTEST = 256
 
 
@@ -66,7 +68,7 @@ class Asked:
 class Settings(Asked):
     """What a comparison measures: some of `MEASURES` under every law at every length."""
 
-    measures: Sequence[str] = MEASURES
+    measures: Sequence[str] = DEFAULT
 
     needed: ClassVar[tuple[str, ...]] = ("laws", "lengths", "measures")
 

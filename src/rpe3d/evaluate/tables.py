@@ -99,13 +99,15 @@ def _perplexity(rows: Sequence[Row]) -> PaperTable | None:
 
 
 def _probes(rows: Sequence[Row]) -> PaperTable | None:
-    """Passkeys in percent and the loss of copies, at each length."""
+    """Passkeys in percent, the loss of copies and LongPPL, at each length."""
     lines = []
-    for place in dict.fromkeys(_place(row) for row in rows if row["suite"] in PROBES[1:]):
+    long = any(row["suite"] == "longppl" for row in rows)
+    probes = [probe for probe in PROBES[1:] if long or probe != "longppl"]
+    for place in dict.fromkeys(_place(row) for row in rows if row["suite"] in probes):
         scores = {row["suite"]: row["score"] for row in rows if _place(row) == place}
-        lines.append(Line(label=place, cells=[scores.get(probe) for probe in PROBES[1:]]))
-    title = "Passkeys found, in percent, and loss per token of a copied passage"
-    return PaperTable(title=title, columns=PROBES[1:], lines=lines) if lines else None
+        lines.append(Line(label=place, cells=[scores.get(probe) for probe in probes]))
+    title = "Passkeys found, in percent, and loss per token of a copied passage" + ", and LongPPL" * long
+    return PaperTable(title=title, columns=probes, lines=lines) if lines else None
 
 
 def _with_quoted(
@@ -151,9 +153,10 @@ def _mean(cells: Sequence[float | None]) -> float | None:
 
 
 def rows_csv(results: Results, columns: Sequence[str] = CSV) -> str:
-    """Return every row, as a spreadsheet takes it; rows of earlier versions have no commit."""
+    """Return every row, as a spreadsheet takes it; rows of earlier versions have no commit or LongPPL."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(columns)
-    writer.writerows([row.get(name) if name == "commit" else row[name] for name in columns] for row in results["rows"])
+    optional = ("commit", "longppl", "key_tokens")
+    writer.writerows([row.get(name) if name in optional else row[name] for name in columns] for row in results["rows"])
     return file.getvalue()

@@ -2,7 +2,8 @@
 
 `longbench`, `leval` and `ruler` have the same parts: `TASKS`, `DEFAULT` (those of the paper), `samples` (a task's
 prompts), `record` (a line of the predictions file, as upstream writes it) and `score` (of such lines,
-whoever wrote them). The probes `ppl`, `copy` and `passkey` are in `probes`, on top of `perplexity` and `retrieval`.
+whoever wrote them). The probes `ppl`, `copy`, `passkey` and `longppl` are in `probes`, on top of `perplexity`,
+`retrieval` and `longppl`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 from rpe3d.config import ConfigError, choice
 
 SUITES = ("longbench", "leval", "ruler")
-PROBES = ("ppl", "passkey", "copy")
+PROBES = ("ppl", "passkey", "copy", "longppl")
 Task = tuple[str, str]
 """A suite and a task of it; a probe is a suite with one nameless task, `ppl` with one for each folder of texts, too."""
 

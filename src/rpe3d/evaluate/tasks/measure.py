@@ -9,11 +9,13 @@ from functools import partial
 from typing import Any
 
 from rpe3d.config import ConfigError
+from rpe3d.evaluate.keys import Keys, check_keys, positions
 from rpe3d.evaluate.ranks import Ranks
 from rpe3d.evaluate.settings import Ask
 from rpe3d.evaluate.tasks import Task, ruler, suite, title
 from rpe3d.evaluate.tasks.chat import Chat
 from rpe3d.evaluate.tasks.generate import Generator
+from rpe3d.evaluate.tasks.longppl import FEWEST
 from rpe3d.evaluate.tasks.predictions import Predictions, Record, Score
 from rpe3d.evaluate.tasks.probes import PROBES, Bench, merged
 from rpe3d.evaluate.tasks.questions import Data
@@ -37,6 +39,8 @@ class Means:
     texts: Mapping[Task, Sequence[Text]]
     """Of `ppl` and `copy`, and RULER's haystack."""
     ranks: Ranks
+    keys: Keys = field(default_factory=dict)
+    """LongPPL's key tokens by length."""
     last: dict[tuple[Task, int], list[Sample]] = field(default_factory=dict)
     """The questions that were made last: other laws are asked the same, and RULER's take a minute to make."""
 
@@ -107,10 +111,10 @@ def _records(means: Means, samples: Sequence[Sample], task: Task, batches: Seque
 
 
 def probe(means: Means, task: Task, length: int, file: Predictions | None, advance: Advance) -> Score:
-    """Measure perplexity, copying or passkeys as `rpe3d compare` does; `file` keeps what each trial gave."""
+    """Measure perplexity, copying, passkeys or LongPPL as `rpe3d compare` does; `file` keeps what each trial gave."""
     group, _ = task
     texts = [tokenize(means.chat.tokenizer, text) for text in means.texts.get(task, ())]
-    if group == "ppl":
+    if group in ("ppl", "longppl"):
         check_tokens(texts, [length])
     bench = Bench(
         model=means.model,
@@ -122,11 +126,16 @@ def probe(means: Means, task: Task, length: int, file: Predictions | None, advan
         ranks=means.ranks,
         progress=lambda _, done, total: advance(min(1.0, done / total)),
     )
+    if group == "longppl":
+        check_keys(means.keys, {length: bench.whole_windows(length)})
+        bench.keys = positions(means.keys)
     bench.total = bench.work(length)
     chosen, protocol = PROBES[group], means.ask.protocol
     told = chosen.told(merged(means.ranks.together(lambda: chosen.measure(bench, length))), length, protocol)
     if told is None:
         raise ConfigError(f"{title(task)} gave no finite number", "the model's likelihoods are NaN or infinite")
+    if told.get("longppl", 0.0) is None:
+        raise ConfigError(f"longppl has {told['key_tokens']} key tokens, fewer than {FEWEST}", "raise --windows")
     trials = told[chosen.kind]
     records = [{"index": i, **{name: one[name] for name in chosen.recorded}} for i, one in enumerate(trials)]
     writes = file if means.ranks.first else None

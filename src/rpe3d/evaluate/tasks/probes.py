@@ -1,11 +1,11 @@
-"""Perplexity, copying and passkeys: measured alike for every command, and told as a row's numbers or as a score."""
+"""Perplexity, copying, passkeys and LongPPL: measured alike for every command, told as a row's numbers or a score."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import mean, median
 from typing import Any
 
@@ -14,7 +14,17 @@ import torch
 from rpe3d.evaluate.grid import Progress
 from rpe3d.evaluate.ranks import Ranks
 from rpe3d.evaluate.settings import Asked
-from rpe3d.evaluate.tasks.perplexity import PROTOCOLS, Losses, Window, batches, by_position, mean_nll, score
+from rpe3d.evaluate.tasks.longppl import FEWEST, mean_loss, pooled, whole_nll
+from rpe3d.evaluate.tasks.perplexity import (
+    PROTOCOLS,
+    Losses,
+    Window,
+    batches,
+    by_position,
+    mean_nll,
+    score,
+    whole_windows,
+)
 from rpe3d.evaluate.tasks.retrieval import copy_nll, make_copy, make_passkey, passkey_found
 from rpe3d.evaluate.texts import Tokens
 
@@ -35,16 +45,41 @@ class Bench:
     ranks: Ranks
     progress: Progress
     what: str = ""
+    label: str = ""
+    """The law whose row is being measured."""
+    keys: dict[int, list[list[int]]] = field(default_factory=dict)
+    """By length: the key tokens of each window, for LongPPL."""
+    finders: set[tuple[str, int]] = field(default_factory=set)
+    """Laws, with lengths, that find key tokens in this run."""
+    key_losses: dict[tuple[str, int], list[Any]] = field(default_factory=dict)
+    """By law and length: this process's losses of key tokens, where the law found them itself."""
     total: float = 0.0
     done: float = 0.0
 
     def windows(self, length: int) -> list[Window]:
         return PROTOCOLS[self.settings.protocol](self.texts, length, self.settings.window_count, self.first)
 
-    def work(self, length: int) -> float:
-        """Return how much of a row is this process's work."""
+    def whole_windows(self, length: int) -> list[Window]:
+        """Return the windows of LongPPL, which are whole in every protocol: others would count a token many times."""
+        return whole_windows(self.texts, length, self.settings.windows, self.first)
+
+    def work(self, length: int, label: str = "") -> float:
+        """Return how much of a row is this process's work; a law that finds key tokens has their losses already."""
         many = {"ppl": len(self.windows(length)), "copy": self.settings.copies, "passkey": self.settings.passkeys}
+        many["longppl"] = 0 if (label, length) in self.finders else len(self.whole_windows(length))
         return sum(len(self.ranks.share(range(many[m]))) for m in self.measures) * _work(length)
+
+    def finding_work(self, length: int, laws: int) -> float:
+        """Return how much of finding key tokens under so many laws is this process's work."""
+        mine = len(self.ranks.share(self.whole_windows(length)))
+        return mine * (laws * self.forward_work(length) + self.truncated_work(length))
+
+    def forward_work(self, length: int) -> float:
+        return _work(length)
+
+    def truncated_work(self, length: int) -> float:
+        """Return the work of a window's truncated contexts, which read each token five times."""
+        return 5.0 * length
 
     def advance(self, work: float = 0.0) -> None:
         self.done += work
@@ -114,6 +149,22 @@ def _passkeys(bench: Bench, length: int) -> Found:
     return {"passkeys": passkeys}
 
 
+def _key_tokens(bench: Bench, length: int) -> Found:
+    """Measure the losses of key tokens under this law, unless they are known from finding them."""
+    known = bench.key_losses.get((bench.label, length))
+    if known is None:
+        mine = bench.ranks.share(bench.whole_windows(length))
+        known = []
+        for at in range(0, len(mine), bench.settings.batch):
+            part = mine[at : at + bench.settings.batch]
+            losses = whole_nll(bench.model, [window for _, window in part], bench.settings.batch)
+            for (number, window), loss in zip(part, losses, strict=True):
+                keys = bench.keys[length][number]
+                known.append((number, window.text, window.start, len(keys), mean_loss(loss, keys)))
+            bench.advance(_work(length) * len(part))
+    return {"key_windows": known}
+
+
 def _perplexity(found: Found, length: int, protocol: str) -> dict[str, Any] | None:
     scores: list[Losses] = [item[-1] for item in found["windows"]]
     nll, tail = mean_nll(scores, protocol)
@@ -128,6 +179,19 @@ def _perplexity(found: Found, length: int, protocol: str) -> dict[str, Any] | No
             {"text": text, "start": start, "nll": s.nll, "tail_nll": s.tail_nll}
             for _, text, start, s in found["windows"]
         ],
+    }
+
+
+def _long_perplexity(found: Found, length: int, protocol: str) -> dict[str, Any] | None:
+    """Return LongPPL; no number for too few key tokens."""
+    windows = found["key_windows"]
+    n, nll = pooled([item[3:] for item in windows])
+    if n and not nll < 700:
+        return None
+    return {
+        "longppl": math.exp(nll) if n >= FEWEST else None,
+        "key_tokens": n,
+        "key_windows": [{"text": text, "start": start, "n": n, "nll": nll} for _, text, start, n, nll in windows],
     }
 
 
@@ -167,5 +231,13 @@ PROBES = {
         metric="exact_match",
         score=lambda told: round(100 * told["passkey"] / told["passkey_n"], 2),
         recorded=("depth", "key", "answer", "correct"),
+    ),
+    "longppl": Probe(
+        kind="key_windows",
+        measure=_key_tokens,
+        told=_long_perplexity,
+        metric="longppl",
+        score=lambda told: float(told["longppl"]),
+        recorded=("text", "start", "n", "nll"),
     ),
 }

@@ -1,0 +1,247 @@
+"""Which tokens are key for LongPPL: found once for all laws of a comparison, or read from a file.
+
+By default the evaluator is the compared model itself. loss_short is its loss with stock RoPE on a truncated context
+within its pretrained length. loss_full is taken under each compared law that reads the whole text, and a token is key
+if it is key under any of them. One law as the evaluator would have every key token below 2 nats by construction, and so
+beat all others. Laws that resemble each other still share their key tokens: compare few variants of one law.
+
+Key tokens, as results hold them in "keys" and a keys file as well: {length: {"by": {"model", "weights": digest,
+"laws"}, "alpha", "beta", "short", "step", "left_out": laws that ran out of memory, "windows": [{"text", "start",
+"keys": numbers of tokens in the window, which count its BOS token}]}}. A keys file, schema 1: {"schema": 1, "kind":
+"keys", "tokenizer": digest, "texts": {name: sha256}, "keys"}.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rpe3d import files
+from rpe3d.config import ConfigError
+from rpe3d.evaluate.memory import within_memory
+from rpe3d.evaluate.tasks.longppl import (
+    ALPHA,
+    BETA,
+    Truncation,
+    check_far,
+    is_key,
+    mean_loss,
+    truncated_nll,
+    truncation,
+    whole_nll,
+)
+from rpe3d.evaluate.tasks.perplexity import Window
+from rpe3d.evaluate.tasks.probes import Bench
+from rpe3d.evaluate.under import Cell, under
+from rpe3d.geometry import Law
+
+Keys = dict[str, Any]
+"""Key tokens by length, which is text as in JSON."""
+FIND = "find them with `rpe3d compare MODEL --lengths N --measures longppl --keys FILE`"
+ANOTHER = "pass another file to --keys, which is written if it does not exist"
+
+
+def reads_all(law: Law) -> bool:
+    """Return whether the last query attends to every token of the context; streaming-llm's does not."""
+    key = torch.arange(law.context)
+    query = torch.full_like(key, law.context - 1)
+    return bool(torch.stack([region.contains(query, key) for region in law.regions]).any(0).all())
+
+
+def evaluators(laws: Mapping[str, Law | ConfigError]) -> dict[str, Law]:
+    """Return the laws that find key tokens at a length; refuse where none reads the whole text."""
+    able = {label: law for label, law in laws.items() if not isinstance(law, ConfigError) and reads_all(law)}
+    if not able:
+        raise ConfigError(
+            f"key tokens cannot be found: none of {', '.join(laws)} reads the whole text",
+            "add a law that does, such as 3d-rpe, or pass a file of key tokens to --keys",
+        )
+    return able
+
+
+@dataclass(kw_only=True)
+class KeyTokens:
+    """The key tokens of a comparison: where they are kept, and what is still to be found."""
+
+    bench: Bench
+    laws: Mapping[Cell, Law | ConfigError]
+    pretrained: int
+    results: dict[str, Any]
+    file: Path | None
+    waiting: dict[int, dict[str, Law]] = field(default_factory=dict)
+    """The lengths whose key tokens are not known, with the laws that find them."""
+    unwritten: bool = False
+
+    @property
+    def cut(self) -> Truncation:
+        return truncation(self.pretrained)
+
+    @property
+    def by(self) -> dict[str, str]:
+        """The model that finds key tokens here."""
+        model = self.results["model"]
+        return {"model": model["name"], "weights": model["fingerprint"]["weights"]}
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        """What key tokens belong to: a tokenizer and texts."""
+        texts = {text["name"]: text["sha256"] for text in self.results["texts"]}
+        return {"tokenizer": self.results["model"]["fingerprint"]["tokenizer"], "texts": texts}
+
+    def read(self) -> Keys:
+        """Return the key tokens of the file; refuse what does not fit this comparison."""
+        lengths = self.results["settings"]["lengths"]
+        check_far(lengths, self.cut)
+        keys = None if self.file is None else read_keys(self.file, self.origin)
+        self.unwritten = self.file is not None and keys is None
+        check_keys(keys or {}, {length: self.bench.whole_windows(length) for length in lengths}, self.by)
+        return keys or {}
+
+    def prepare(self, rows: Sequence[Cell]) -> None:
+        """Plan what neither the file nor an earlier run has found, and count its work."""
+        for length in dict.fromkeys(length for _, length in rows):
+            if str(length) not in self.results["keys"]:
+                able = evaluators({label: law for (label, at), law in self.laws.items() if at == length})
+                self.waiting[length] = able
+                self.bench.finders |= {(label, length) for label in able}
+                self.bench.total += self.bench.finding_work(length, len(able))
+
+    def find(self, write: Callable[[], None]) -> None:
+        """Find the key tokens that are planned, and keep them in the results and in the file."""
+
+        def keep() -> None:
+            write()
+            if self.file is not None and self.bench.ranks.first:
+                write_keys(self.file, self.origin, self.results["keys"])
+
+        for length, able in self.waiting.items():
+            self.results["keys"][str(length)] = find(self.bench, able, length, self.cut, self.by)
+            self.bench.ranks.together(keep)
+        if self.unwritten and not self.waiting:  # all of them are those of an earlier run
+            self.bench.ranks.together(keep)
+        self.bench.keys = positions(self.results["keys"])
+
+
+def find(bench: Bench, laws: Mapping[str, Law], length: int, cut: Truncation, by: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the key tokens of all windows of a length, and keep each law's losses of them for its row.
+
+    The model is stock. A law that runs out of memory finds none; the truncated contexts must fit.
+    """
+    windows = bench.whole_windows(length)
+    mine = bench.ranks.share(windows)
+    batch = bench.settings.batch
+    bench.what = f"key tokens at {length}"
+    bench.advance()
+    short = _everywhere(bench, lambda: [truncated_nll(bench.model, window, cut, batch) for _, window in mine])
+    if short is None:
+        raise ConfigError(
+            f"memory ran out on truncated contexts of {cut.short + cut.step} tokens",
+            "lower --batch, or leave longppl out of --measures",
+        )
+    bench.advance(len(mine) * bench.truncated_work(length))
+    full: dict[str, list[Tensor]] = {}
+    for label, law in laws.items():
+        losses = _everywhere(bench, partial(_under, bench, law, [window for _, window in mine]))
+        if losses is not None:
+            full[label] = losses
+        bench.advance(len(mine) * bench.forward_work(length))
+    keys: list[list[int]] = []
+    for i, less in enumerate(short):
+        key = torch.zeros(len(less), dtype=torch.bool)
+        for losses in full.values():
+            key |= is_key(losses[i][-len(less) :], less)
+        keys.append((key.nonzero().flatten() + length - len(less)).tolist())
+    for label, losses in full.items():
+        bench.key_losses[label, length] = [
+            (number, window.text, window.start, len(of), mean_loss(loss, of))
+            for (number, window), loss, of in zip(mine, losses, keys, strict=True)
+        ]
+    parts = bench.ranks.gather([(number, of) for (number, _), of in zip(mine, keys, strict=True)])
+    ordered = [of for _, of in sorted(item for part in parts for item in part)]
+    return {
+        "by": {**by, "laws": list(laws)},
+        "alpha": ALPHA,
+        "beta": BETA,
+        "short": cut.short,
+        "step": cut.step,
+        "left_out": [label for label in laws if label not in full],
+        "windows": [
+            {"text": window.text, "start": window.start, "keys": of}
+            for window, of in zip(windows, ordered, strict=True)
+        ],
+    }
+
+
+def _under(bench: Bench, law: Law, windows: Sequence[Window]) -> list[Tensor]:
+    with under(bench.model, law):
+        return whole_nll(bench.model, windows, bench.settings.batch)
+
+
+def _everywhere(bench: Bench, work: Any) -> Any:
+    """Return this process's result, or None where memory ran out in any process."""
+    made = within_memory(work)
+    return made if all(bench.ranks.gather(made is not None)) else None
+
+
+def read_keys(path: Path, origin: Mapping[str, Any]) -> Keys | None:
+    """Read a keys file, None where there is none yet; refuse another tokenizer's, or that of other texts."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if not path.parent.is_dir():
+            raise ConfigError(f"there is no folder {path.parent}", "make it, or pass another file to --keys") from None
+        return None
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}", ANOTHER) from None
+    except ValueError:
+        content = None
+    if not isinstance(content, dict) or (content.get("kind"), content.get("schema")) != ("keys", 1):
+        raise ConfigError(f"{path} exists and does not hold key tokens", ANOTHER)
+    for part, now in origin.items():
+        if content.get(part) != now:
+            which = "another tokenizer" if part == "tokenizer" else "other texts"
+            raise ConfigError(f"{path} holds key tokens of {which}", ANOTHER)
+    return dict(content["keys"])
+
+
+def write_keys(path: Path, origin: Mapping[str, Any], keys: Keys) -> None:
+    """Write a keys file, whole or not at all."""
+    with files.refusing(f"cannot write {path}", "pass a file that can be written to --keys"):
+        files.write_json(path, {"schema": 1, "kind": "keys", **origin, "keys": keys})
+
+
+def positions(keys: Keys) -> dict[int, list[list[int]]]:
+    """Return the key tokens of each window, by length."""
+    return {int(length): [window["keys"] for window in found["windows"]] for length, found in keys.items()}
+
+
+def check_keys(keys: Keys, windows: Mapping[int, Sequence[Window]], by: Mapping[str, Any] | None = None) -> None:
+    """Refuse key tokens of other windows, and lengths without any that cannot be added.
+
+    Only the model that found the rest can add a length; without a model (`by`) none can.
+    """
+    for length, cut in windows.items():
+        if str(length) not in keys:
+            if by is None:
+                raise ConfigError(f"--keys holds no key tokens of windows of {length} tokens", FIND)
+            if any(found["by"]["weights"] != by["weights"] for found in keys.values()):
+                raise ConfigError(
+                    f"--keys holds no key tokens of windows of {length} tokens, and those that it holds are another "
+                    "model's",
+                    f"add {length} with that model, or pass another file to --keys",
+                )
+            continue
+        found = keys[str(length)]["windows"]
+        if [(one["text"], one["start"]) for one in found] != [(one.text, one.start) for one in cut]:
+            raise ConfigError(
+                f"the key tokens at {length} are of other windows", "pass the --windows that they were found with"
+            )
+        if any(not 0 < key < length for one in found for key in one["keys"]):
+            raise ConfigError(f"some key tokens at {length} lie outside of their windows", ANOTHER)

@@ -1,0 +1,270 @@
+"""LongPPL: the published formula, the same key tokens for every law, and key tokens that outlive an interruption."""
+
+from __future__ import annotations
+
+import json
+import math
+from importlib import import_module
+
+import pytest
+import torch
+
+import rpe3d
+import tiny_lm
+from launched import launched
+from rpe3d.config import ConfigError
+from rpe3d.evaluate import Settings, Text, Tokens, compare
+from rpe3d.evaluate import keys as key_tokens
+from rpe3d.evaluate.findings import findings
+from rpe3d.evaluate.keys import reads_all
+from rpe3d.evaluate.paired import paired
+from rpe3d.evaluate.report import write_report
+from rpe3d.evaluate.tasks.longppl import truncated_nll, truncation
+from rpe3d.evaluate.tasks.perplexity import Window
+
+LENGTH, SHORT, STEP = 512, 128, 32  # of a model of 256 positions
+
+
+@pytest.fixture(scope="module")
+def written():
+    """A confident model, and texts that it wrote itself under 3D-RPE: the only texts a random model finds likely."""
+    model = tiny_lm.model().double()
+    with torch.no_grad():
+        model.lm_head.weight *= 1.5
+        rpe3d.extend(model, "3d-rpe", context=LENGTH)
+        tokens = torch.randint(1, 257, (4, 8), generator=torch.Generator().manual_seed(0))
+        draw, cache, seen = torch.Generator().manual_seed(1), None, tokens
+        while tokens.shape[1] < LENGTH:
+            out = model(seen, past_key_values=cache, use_cache=True)
+            cache, seen = out.past_key_values, torch.multinomial(out.logits[:, -1].softmax(-1), 1, generator=draw)
+            tokens = torch.cat([tokens, seen], dim=1)
+        rpe3d.restore(model)
+    return model, [Tokens(name=str(i), ids=ids) for i, ids in enumerate(tokens)]
+
+
+@pytest.fixture
+def measured(written, tokenizer, monkeypatch):
+    """Return a comparison on those texts, whose names stand for their tokens."""
+    model, texts = written
+    known = {text.name: text for text in texts}
+    monkeypatch.setattr(import_module("rpe3d.evaluate.compare"), "tokenize", lambda _, text: known[text.name])
+    given = [Text(name=name, content=name) for name in known]
+
+    def run(*laws, lengths=(LENGTH,), measures=("longppl",), windows=4, **options):
+        settings = Settings(laws=laws, lengths=lengths, measures=measures, windows=windows)
+        return compare(model, tokenizer, settings, texts=given, **options)
+
+    return run
+
+
+def losses(model, tokens):
+    """Cross entropies of all tokens but the first, as PyTorch has them."""
+    with torch.no_grad():
+        return torch.nn.functional.cross_entropy(model(tokens[None]).logits[0, :-1], tokens[1:], reduction="none")
+
+
+def published(full, model, tokens):
+    """The key tokens of arXiv 2410.23771 one by one: LSD > 2 and LCL > -2, with upstream's truncated contexts."""
+    keys = []
+    for start in range(0, len(tokens) - SHORT, STEP):
+        short = losses(model, tokens[start : start + SHORT + STEP])
+        for position in range(start + SHORT, min(start + SHORT + STEP, len(tokens))):
+            likelihood = -full[position - 1]
+            if likelihood + short[position - start - 1] > 2 and likelihood > -2:
+                keys.append(position)
+    return keys
+
+
+def test_one_law_alone_gives_the_published_formula(written, measured):
+    model, texts = written
+    results = measured("3d-rpe")
+    (row,) = results["rows"]
+    rpe3d.extend(model, "3d-rpe", context=LENGTH)
+    full = [losses(model, text.ids) for text in texts]
+    rpe3d.restore(model)
+    found = [published(of, model, text.ids) for text, of in zip(texts, full, strict=True)]
+    assert [window["keys"] for window in results["keys"]["512"]["windows"]] == found
+    picked = torch.cat([of[torch.tensor(keys) - 1] for of, keys in zip(full, found, strict=True)])
+    assert row["key_tokens"] == len(picked) >= 30
+    assert row["longppl"] == pytest.approx(math.exp(picked.mean()), rel=1e-5)
+    assert [window["n"] for window in row["key_windows"]] == [len(keys) for keys in found]
+
+
+def test_every_law_has_the_same_key_tokens_which_are_those_of_any(measured):
+    alone = {law: measured(law)["keys"]["512"]["windows"] for law in ("3d-rpe", "rerope")}
+    results = measured("3d-rpe", "rerope", "streaming-llm")
+    assert results["keys"]["512"]["by"]["laws"] == ["3d-rpe", "rerope"]
+    for i, window in enumerate(results["keys"]["512"]["windows"]):
+        assert window["keys"] == sorted({*alone["3d-rpe"][i]["keys"], *alone["rerope"][i]["keys"]})
+    assert len({row["key_tokens"] for row in results["rows"]}) == 1
+
+
+def test_a_law_that_reads_no_far_text_has_a_higher_longppl(measured):
+    ours, streaming = measured("3d-rpe", "streaming-llm")["rows"]
+    assert streaming["longppl"] > 2 * ours["longppl"]
+
+
+def test_only_a_window_alone_does_not_read_the_whole_text():
+    made = {law: rpe3d.make_law(law, pretrained=256, context=1024, head_dim=16) for law in rpe3d.laws()}
+    assert [law for law in made if not reads_all(made[law])] == ["streaming-llm"]
+
+
+def test_truncated_contexts_are_upstreams_or_within_the_pretrained_length():
+    """PKU-ML/LongPPL, `compute_longppl`: trunc_len=4096, sliding_window=1024."""
+    assert [(cut.short, cut.step) for cut in map(truncation, (131072, 8192, 2048, 256))] == [
+        (4096, 1024), (4096, 1024), (1024, 256), (128, 32)
+    ]  # fmt: skip
+
+
+def test_truncated_contexts_open_with_bos(written):
+    model, texts = written
+    window = Window(text="0", start=0, ids=texts[0].ids[:299], first=(0,), scored=299)
+    found = truncated_nll(model, window, truncation(256), batch=2)
+    assert len(found) == 300 - SHORT
+    piece = torch.cat([torch.tensor([0]), window.tokens[STEP + 1 : SHORT + 2 * STEP]])
+    torch.testing.assert_close(found[STEP : 2 * STEP].double(), losses(model, piece)[-STEP:], rtol=1e-5, atol=1e-5)
+
+
+def test_a_stopped_run_keeps_its_key_tokens(measured, monkeypatch, tmp_path):
+    file, laws = tmp_path / "r.json", ("3d-rpe", "rerope", "streaming-llm")
+    whole = measured(*laws)
+    module = import_module("rpe3d.evaluate.compare")
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "measure_row", stop)
+        with pytest.raises(KeyboardInterrupt):
+            measured(*laws, file=file)
+    assert json.loads(file.read_text())["keys"] == whole["keys"]
+    monkeypatch.setattr(key_tokens, "find", stop)
+    resumed = measured(*laws, file=file)
+    for key in ("longppl", "key_tokens", "key_windows"):
+        assert [row[key] for row in resumed["rows"]] == [row[key] for row in whole["rows"]]
+
+
+def test_a_file_of_key_tokens_serves_other_laws(measured, monkeypatch, tmp_path):
+    file = tmp_path / "keys.json"
+    first = measured("3d-rpe", keys=file)
+    monkeypatch.setattr(key_tokens, "find", None)
+    (row,) = measured("streaming-llm", keys=file, file=tmp_path / "r.json")["rows"]
+    assert row["key_tokens"] == first["rows"][0]["key_tokens"]
+    content = json.loads(file.read_text())
+    content["keys"]["512"]["windows"][0]["keys"].pop()
+    file.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=r"r\.json holds results of other key"):
+        measured("streaming-llm", keys=file, file=tmp_path / "r.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"kind": "compare"}, "exists and does not hold key tokens"),
+        ({"tokenizer": "x"}, "holds key tokens of another tokenizer"),
+        ({"texts": {}}, "holds key tokens of other texts"),
+    ],
+)
+def test_a_file_of_other_key_tokens_is_refused(measured, tmp_path, change, problem):
+    file = tmp_path / "keys.json"
+    measured("rope", keys=file)
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(ConfigError, match=problem):
+        measured("rope", keys=file)
+
+
+def test_what_cannot_be_measured_is_refused(measured, tmp_path):
+    with pytest.raises(ConfigError, match="none of streaming-llm reads the whole text"):
+        measured("streaming-llm")
+    measured("rope", keys=tmp_path / "keys.json")
+    with pytest.raises(ConfigError, match="the key tokens at 512 are of other windows"):
+        measured("rope", keys=tmp_path / "keys.json", windows=3)
+    with pytest.raises(ConfigError, match="there is no folder"):
+        measured("rope", keys=tmp_path / "none" / "keys.json")
+    with pytest.raises(ConfigError, match="no text is as long as a window of 1024 tokens"):
+        measured("rope", lengths=[1024])
+
+
+def test_windows_without_far_context_are_refused(tokenizer):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=257, **tiny_lm.SIZES | {"max_position_embeddings": 1024})).eval()
+    settings = Settings(laws=["rope"], lengths=[512], measures=["longppl"])
+    with pytest.raises(ConfigError, match="longer than the truncated context of 512 tokens, got 512"):
+        compare(model, tokenizer, settings, texts=[Text(name="a", content="a" * 600)])
+
+
+def test_too_few_key_tokens_have_no_number(model, tokenizer, tmp_path):
+    """A random model finds no token of a text likely."""
+    text = [Text(name="words", content=" ".join(f"word {i * i} and" for i in range(100)))]
+    settings = Settings(laws=["rope", "dca"], lengths=[512], measures=["ppl", "longppl"], windows=1)
+    results = compare(model, tokenizer, settings, texts=text)
+    for row in results["rows"]:
+        assert (row["status"], row["longppl"]) == ("ok", None)
+        assert row["key_tokens"] < 30
+    assert "LongPPL at 512 has no number" in " ".join(findings(results))
+    assert "long_nll" not in paired(results, "rope")[0]
+    write_report(results, tmp_path)
+
+
+def test_the_report_names_what_found_the_key_tokens(measured, tmp_path):
+    results = measured("3d-rpe", "streaming-llm", measures=("ppl", "longppl"))
+    write_report(results, tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    assert "perplexity of the key tokens" in page
+    assert "against a context of 128 tokens with stock RoPE" in page
+    header, first, _ = (tmp_path / "table.csv").read_text().splitlines()
+    cells = dict(zip(header.split(","), first.split(","), strict=True))
+    assert float(cells["longppl"]) == results["rows"][0]["longppl"]
+    assert int(cells["key_tokens"]) == results["rows"][0]["key_tokens"]
+
+
+def test_differences_weigh_windows_by_their_key_tokens(measured):
+    """As a ratio of sums; the interval of windows with equal numbers is the plain one."""
+    results = measured("3d-rpe", "streaming-llm")
+    ours, streaming = results["rows"]
+    (found,) = paired(results, "3d-rpe")
+    assert found["long_nll"].mean == pytest.approx(math.log(streaming["longppl"] / ours["longppl"]))
+    assert found["long_nll"].clear
+    for row in results["rows"]:
+        row["key_windows"] = [window | {"n": 20} for window in row["key_windows"]]
+        row["windows"] = [window | {"tail_nll": 0.0} for window in row["key_windows"]]
+    (equal,) = paired(results, "3d-rpe")
+    assert (equal["long_nll"].low, equal["long_nll"].high) == pytest.approx((equal["nll"].low, equal["nll"].high))
+
+
+def test_a_law_that_runs_out_of_memory_is_left_out_and_tried_again(measured, monkeypatch):
+    whole = key_tokens.whole_nll
+
+    def full(model, windows, batch):
+        if rpe3d.law_of(model).name == "rerope":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return whole(model, windows, batch)
+
+    monkeypatch.setattr(key_tokens, "whole_nll", full)
+    results = measured("3d-rpe", "rerope")
+    assert results["keys"]["512"]["left_out"] == ["rerope"]
+    assert [row["status"] for row in results["rows"]] == ["ok", "ok"]
+    assert results["rows"][1]["longppl"] is not None
+
+
+def test_progress_ends_at_the_whole_work(measured):
+    seen = []
+    measured("3d-rpe", "streaming-llm", measures=("ppl", "longppl"), progress=lambda *step: seen.append(step))
+    done = [step[1] for step in seen]
+    assert done == sorted(done)
+    assert seen[-1][1] == pytest.approx(seen[-1][2])
+
+
+def test_two_processes_find_the_key_tokens_of_one(tmp_path):
+    folder = tiny_lm.save(tmp_path / "model")
+    verb = ["compare", folder, "--laws", "rope,3d-rpe,streaming-llm", "--lengths", "512", "--device", "cpu"]
+    verb += ["--measures", "longppl", "--windows", "3", "--json"]
+    found = []
+    for count in (1, 2):
+        codes, said = launched(count, *verb, tmp_path / f"{count}.json", "--keys", tmp_path / f"{count}.keys")
+        assert codes == [0] * count, said
+        results = json.loads((tmp_path / f"{count}.json").read_text())
+        assert json.loads((tmp_path / f"{count}.keys").read_text())["keys"] == results["keys"]
+        found.append((results["keys"], [row["key_windows"] for row in results["rows"]]))
+    assert found[0] == found[1]
