@@ -10,6 +10,7 @@ import math
 import random
 from functools import partial
 from importlib.util import find_spec
+from itertools import product
 
 import pytest
 import torch
@@ -26,6 +27,9 @@ OWN = {
         {"chunk": 16, "window": 16, "reach": 32},
         {"chunk": 4, "window": 12, "reach": 20, "focus": 0.5},
         {"chunk": 1, "window": 9, "reach": 30},
+        {"chunk": 8, "window": 8, "reach": 20, "far": 3, "block": 4},
+        {"chunk": 4, "window": 8, "reach": 16, "far": 2, "block": 4, "focus": 1.5, "fade": 0.5, "sinks": 2},
+        {"chunk": 2, "window": 2, "reach": 9, "far": 1, "block": 1},
     ],
     "3d-rpe-definition": [{"chunk": 24}, {"chunk": 16, "phi_base": 1.5}],
     "3d-rpe-dual-chunk": [{"chunk": 20, "window": 24, "phi_base": 1.5}],
@@ -52,6 +56,29 @@ def complex_scores(q, k, angles, pairs, interleaved, scaling):
     return turned * scaling**2 + q[..., 2 * pairs :] @ k[..., 2 * pairs :].mT
 
 
+def unchosen(q, k, query, key, tokens, region):
+    """Which keys a query does not choose, by the words of `Choice`: q [h, t, d] and k [g, s, d] before RoPE."""
+    choice, group = region.choice, len(q) // len(k)
+    block = key // choice.size
+    hidden = torch.zeros(len(q), len(query), len(key), dtype=torch.bool)
+    for g, t in product(range(len(k)), range(len(query))):
+        far = region.contains(query[t].expand_as(key), (block + 1) * choice.size - 1) & tokens
+        blocks, heads = block[far].unique(), slice(g * group, (g + 1) * group)
+        if len(blocks) <= choice.most:
+            continue
+        means = torch.stack([k[g, tokens & (block == b)].mean(0) for b in blocks])
+        centre = means.mean(0)
+        last = torch.where(tokens & (key <= query[t]), query[t] - key, choice.recent)
+        weight = torch.where(last < choice.recent, choice.decay ** last.double(), 0.0)
+        wanted = [weight @ (k[g] - centre), q[heads, t].mean(0)]
+        wanted = sum(y / y.norm().clamp(min=1e-300) * a for y, a in zip(wanted, (1, choice.query), strict=True))
+        score = (means - centre) @ wanted / (means - centre).norm(dim=-1)
+        score[0] = torch.inf
+        best = blocks[score.argsort(descending=True)[: choice.most]]
+        hidden[heads, t] = far & ~torch.isin(block, best)
+    return hidden
+
+
 def oracle(x, law, given):
     """The output and the log-sum-exp of every row, one sequence at a time."""
     q, k, v = (y.double() for y in x)
@@ -70,6 +97,10 @@ def oracle(x, law, given):
         scores = scores * given["scale"]
         if given["softcap"]:
             scores = given["softcap"] * torch.tanh(scores / given["softcap"])
+        hidden = hidden.expand_as(scores).clone()
+        for region in law.regions:
+            if region.choice is not None:
+                hidden |= unchosen(q[b].detach(), k[b].detach(), query, key, given["key_mask"][b], region)
         scores = scores.masked_fill(hidden, -torch.inf)
         for region in law.regions:
             if region.fade is not None:

@@ -11,7 +11,7 @@ import torch
 from rpe3d import ConfigError, make_law
 from rpe3d.attention import attention, explain, reference
 from rpe3d.attention.chooser import Chooser
-from rpe3d.attention.problem import check
+from rpe3d.attention.problem import check, rotated
 from rpe3d.testing import gradients, random_problem, small_law
 
 CHUNK, WINDOW, BLOCK = 8, 16, 4
@@ -105,8 +105,6 @@ def test_every_implementation_makes_the_same_choice(impl, rotated, faded, monkey
 
 def test_vectors_before_rope_and_after_it_choose_alike():
     x = replace(problem(choosing(), n=120), rotated=False)
-    from rpe3d.attention.problem import rotated
-
     q, k = rotated(x, x.q, x.k)
     turned = replace(x, q=q, k=k, rotated=True)
     torch.testing.assert_close(reference.attend(x)[0], reference.attend(turned)[0], rtol=0, atol=1e-11)
@@ -181,6 +179,52 @@ def test_padding_on_either_side_changes_nothing():
         for out in (reference.attend(padded)[0], attention(q, k, v, x.law, rotated=True, **given)[0]):
             torch.testing.assert_close(out[:, :, tokens], whole, rtol=0, atol=1e-12)
         assert explain(padded)[0] == "chosen"
+
+
+def test_a_batch_of_padding_alone_sees_nothing():
+    x = problem(choosing(), n=40)
+    nothing = torch.zeros(1, 40, dtype=torch.bool)
+    for impl in ("auto", "reference", "blocked"):
+        out, lse = attention(x.q, x.k, x.v, x.law, rotated=True, key_mask=nothing, impl=impl)
+        assert (out == 0).all()
+        assert (lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize("junk", [torch.nan, torch.inf, 1e200])
+def test_keys_that_come_later_are_no_part_of_a_choice_whatever_they_hold(junk):
+    """As in the slots of a static cache that nobody has filled: 0 times what is no number is none."""
+    x = problem(choosing(), n=130)
+    k = x.k.clone()
+    k[:, :, 101:] = junk
+    truth = reference.attend(x)[0][:, :, 100:101]
+    for impl in ("auto", "reference", "decode"):
+        places = {"query_positions": range(100, 101), "key_positions": range(130)}
+        found, _ = attention(x.q[:, :, 100:101], k, x.v, x.law, rotated=True, impl=impl, **places)
+        torch.testing.assert_close(found, truth, rtol=0, atol=1e-12)
+
+
+def test_positions_before_0_and_such_as_fall_behind_padding_are_refused():
+    x = problem(choosing(), n=60)
+    places = torch.arange(60) - 5
+    with pytest.raises(ConfigError, match="a key stands at -5"):
+        attention(x.q, x.k, x.v, x.law, rotated=True, query_positions=places, key_positions=places)
+    places, tokens = torch.arange(60) % 30, torch.ones(1, 60, dtype=torch.bool)
+    tokens[:, 30] = False
+    given = {"query_positions": places, "key_positions": places, "query_mask": tokens, "key_mask": tokens}
+    with pytest.raises(ConfigError, match="fall from 29 to 1"):
+        attention(x.q, x.k, x.v, x.law, rotated=True, **given)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_text_of_one_token_chooses_alike_in_a_prompt_and_in_a_step(dtype):
+    """Its keys differ by their rounding alone, and so do the scores of blocks: rounding must not choose."""
+    x = problem(choosing(), n=300, dtype=dtype)
+    x = replace(x, rotated=False, k=x.k[:, :, :1].expand(-1, -1, 300, -1))
+    q, k = rotated(x, x.q, x.k)
+    whole, _ = attention(q, k, x.v, x.law, rotated=True)
+    for p in range(40, 300, 13):
+        step, _ = attention(q[:, :, p : p + 1], k[:, :, : p + 1], x.v[:, :, : p + 1], x.law, rotated=True)
+        torch.testing.assert_close(step, whole[:, :, p : p + 1], rtol=0, atol=1e-5)
 
 
 def test_the_first_block_is_always_chosen_and_of_blocks_alike_the_nearer():

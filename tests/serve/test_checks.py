@@ -75,5 +75,17 @@ def test_settings_that_are_refused(vllm, given, why):
         check_engine(given, law())
 
 
+def test_heads_that_choose_far_keys_together_are_not_parted(vllm):
+    given = settings()
+    given.model_config.get_total_num_kv_heads = lambda: 2
+    chooses = make_law("3d-rpe", pretrained=64, context=512, head_dim=32, far=4)
+    given.parallel_config.tensor_parallel_size = 2
+    check_engine(given, chooses)
+    given.parallel_config.tensor_parallel_size = 4
+    check_engine(given, law())
+    with pytest.raises(ConfigError, match="4 processes part them"):
+        check_engine(given, chooses)
+
+
 def test_a_window_that_is_not_used_is_no_window():
     assert check_model(config(model_type="qwen2", sliding_window=32, use_sliding_window=False)) == law()

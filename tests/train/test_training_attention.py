@@ -11,6 +11,7 @@ from rpe3d.attention.problem import placed
 from rpe3d.config import ConfigError
 from rpe3d.train import attention as trained
 from rpe3d.train.attention import TrainingAttention, training_attention
+from rpe3d.train.ulysses import SequenceParallel
 
 BOUNDED = {"chunk": 16, "window": 32, "reach": 64}
 
@@ -157,6 +158,17 @@ def test_float32_weights_under_autocast_run_in_bfloat16(ids, group):
             rounded, found = gradients(model, ids)
     assert all(torch.isfinite(x).all() for x in found)
     assert 0 < abs(rounded - exact) < 0.05
+
+
+def test_heads_that_choose_together_are_not_parted(ids):
+    """Every query head would choose for itself, out of its group of tokens alone: not what the model does later."""
+    model = rpe3d.extend(tiny_lm.model(), context=512, **BOUNDED, far=2)
+    with training_attention(model, TrainingAttention(group=32)), pytest.raises(ConfigError, match="out of the whole"):
+        model(ids)
+    two = SequenceParallel(size=2, rank=0, group=None)
+    q, k = torch.zeros(1, 6, 4, 8), torch.zeros(1, 3, 4, 8)
+    with pytest.raises(ConfigError, match="3 key heads cannot be divided among 2 processes"):
+        two.attend(q, k, k, None, None, lambda *_: q, together=True)
 
 
 def test_dropout_is_refused(ids):

@@ -48,7 +48,8 @@ def attention(
     last of them. A mask is False at padding, on either side. `scale` defaults to 1 / sqrt(d); `softcap` bends scores
     by tanh; `sinks` is one logit per head that joins the denominator. With `rotated` q and k have been rotated by the
     model's own RoPE, as a Hugging Face cache holds them. impl: "auto", "reference", "blocked", or forward only
-    "prefill" and "decode"; `explain` says what "auto" would take, and why. backend: the library behind "blocked".
+    "prefill", "decode" and "chosen"; `explain` says what "auto" would take, and why. backend: the library behind
+    "blocked".
     """
     given: dict[str, Any] = {
         "query_positions": query_positions,

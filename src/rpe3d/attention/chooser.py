@@ -15,25 +15,34 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from rpe3d.attention.problem import Problem
+from rpe3d.config import ConfigError
 from rpe3d.geometry import Region
 from rpe3d.geometry.region import STOCK, Choice
 from rpe3d.rotation import cos_sin, rotate
+
+ALIKE = 1e-6
+"""Scores this close are the same, and a block this much like the mean of all, of its own length, is it."""
 
 
 class Chooser:
     """The keys of a problem as a region's choice sees them: bare of positions, and the mean of every block."""
 
+    @torch.no_grad()
     def __init__(self, x: Problem, region: Region) -> None:
         assert region.choice is not None
+        assert region.last is None  # what can be chosen is chosen from the first block on
         self.choice: Choice = region.choice
         self.region = region
         _, positions = x.positions()
         self.there = torch.ones_like(positions, dtype=torch.bool) if x.key_mask is None else x.key_mask
+        least, most = torch.stack(torch.where(self.there, positions, 0).aminmax()).tolist()
+        if least < 0:
+            raise ConfigError(f"a key stands at {least}, before the first block", "give positions from 0 on")
         # Sorted also where slots of padding say otherwise; a token comes first of those that claim its position.
         self.positions = torch.where(self.there, positions, -1).cummax(1).values.contiguous()
         self.keys = bare(x, x.k, positions).masked_fill(~self.there[:, None, :, None], 0.0)
         self.block = positions // self.choice.size
-        self.means, self.filled = self._summed(int(self.positions.max()) // self.choice.size + 1)
+        self.means, self.filled = self._summed(most // self.choice.size + 1)
 
     def _summed(self, blocks: int) -> tuple[Float64[Tensor, "b g m d"], Bool[Tensor, "b m"]]:
         """Return the mean of every block of tokens, and whether it has any."""
@@ -64,7 +73,7 @@ class Chooser:
         can = (can & self.filled[:, None])[:, None]
         if m <= choice.most:
             return can.expand(b, g, t, m)
-        centre = (can.double() @ self.means) / can.sum(-1, keepdim=True).clamp(min=1)
+        centre = self._centre(can)
         recent, weight = self._recent(query)
         wanted = bare(x, x.q, query).view(b, g, h // g, t, d).mean(2)
         wanted = normalize(recent - weight * centre, dim=-1) + choice.query * normalize(wanted, dim=-1)
@@ -72,11 +81,24 @@ class Chooser:
         along = wanted @ self.means.transpose(2, 3) - (wanted * centre).sum(-1, keepdim=True)
         square = (self.means**2).sum(-1)[:, :, None] - 2 * centre @ self.means.transpose(2, 3)
         length = (square + (centre**2).sum(-1, keepdim=True)).clamp(min=0).sqrt()
-        score = (along / length.clamp(min=torch.finfo(torch.float64).tiny)).masked_fill(~can, -torch.inf)
+        least = (ALIKE * self.means.norm(dim=-1)).clamp(min=torch.finfo(torch.float64).tiny)[:, :, None]
+        score = (along / length.maximum(least) / ALIKE).round().masked_fill(~can, -torch.inf)
         first = can.int().argmax(-1, keepdim=True).expand(b, g, t, 1)
         score = score.scatter(3, first, torch.inf).flip(3)  # sorted so that the nearer of two alike comes first
         best = score.argsort(stable=True, dim=-1, descending=True)[..., : choice.most]
         return torch.zeros_like(score, dtype=torch.bool).scatter_(3, best, True).flip(3) & can
+
+    def _centre(self, can: Bool[Tensor, "b 1 t m"]) -> Float64[Tensor, "b g t d"]:
+        """Return the mean of the blocks that can be chosen: all of the region's up to the last of them.
+
+        From sums that no later block is part of, also not as 0 times what may not be a number.
+        """
+        m = can.shape[3]
+        ever = self.filled & (torch.arange(1, m + 1, device=can.device) * self.choice.size > self.region.start)
+        sums = self.means.masked_fill(~ever[:, None, :, None], 0.0).cumsum(2)
+        last = (can * torch.arange(m, device=can.device)).amax(-1)[..., None]
+        total = sums.gather(2, last.expand(-1, sums.shape[1], -1, sums.shape[3]))
+        return total / can.sum(-1, keepdim=True).clamp(min=1)
 
     def _recent(self, query: Int[Tensor, "b t"]) -> tuple[Float64[Tensor, "b g t d"], Float64[Tensor, "b 1 t 1"]]:
         """Return the sum of the last keys of every query, the older the lighter, and the weight of all of them."""
@@ -100,9 +122,9 @@ class Chooser:
             wanted = query - i
             slot = self._slots(wanted)
             found = (self.positions.gather(1, slot) == wanted) & self.there.gather(1, slot) & (wanted >= 0)
-            share = (found.double() * self.choice.decay**i)[:, None, :, None]
-            total += share * self.keys.gather(2, slot[:, None, :, None].expand_as(total))
-            weight += share
+            keys = self.keys.gather(2, slot[:, None, :, None].expand_as(total))
+            total += self.choice.decay**i * keys.masked_fill(~found[:, None, :, None], 0.0)
+            weight += (found.double() * self.choice.decay**i)[:, None, :, None]
         return total, weight
 
     def _slots(self, query: Int[Tensor, "b t"]) -> Int[Tensor, "b t"]:

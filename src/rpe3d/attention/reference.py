@@ -120,12 +120,14 @@ def visible(x: Problem) -> Bool[Tensor, "b t s"]:
 
 def check_order(name: str, positions: Tensor, mask: Tensor | None) -> None:
     """Refuse positions that fall from one token to the next (padding aside)."""
-    falls = positions[:, 1:] < positions[:, :-1]
+    highest = positions if mask is None else positions.masked_fill(~mask, torch.iinfo(positions.dtype).min)
+    highest = highest.cummax(1).values
+    falls = positions[:, 1:] < highest[:, :-1]
     if mask is not None:
-        falls = falls & mask[:, 1:] & mask[:, :-1]
+        falls = falls & mask[:, 1:]
     if falls.any():
         b, t = falls.nonzero()[0].tolist()
         raise ConfigError(
-            f"{name} fall from {int(positions[b, t])} to {int(positions[b, t + 1])} at token {t + 1} of sequence {b}",
+            f"{name} fall from {int(highest[b, t])} to {int(positions[b, t + 1])} at token {t + 1} of sequence {b}",
             "give positions that rise; packed sequences go in one row each",
         )

@@ -145,8 +145,8 @@ class Choice:
 
         score(b) = cos(m_b, w / |w| + query · q / |q|).
 
-    The first of the blocks is always chosen; of two that score alike, the nearer. So a choice depends on the query and
-    on keys that do not come after it, and nothing has to be kept but the m_b, which never change.
+    The first of the blocks is always chosen; of two that score alike (to a millionth), the nearer. So a choice depends
+    on the query and on keys that do not come after it, and nothing has to be kept but the m_b, which never change.
     """
 
     most: int

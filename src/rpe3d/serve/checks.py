@@ -67,5 +67,10 @@ def check_engine(engine: Any, law: Law) -> None:
     if engine.speculative_config is not None:
         raise ConfigError("speculative decoding is not tested under a law", "leave it out")
     parallel = engine.parallel_config
+    if law.chooses and parallel.tensor_parallel_size > engine.model_config.get_total_num_kv_heads():
+        raise ConfigError(
+            f"heads that share keys choose far keys together, and {parallel.tensor_parallel_size} processes part them",
+            f"lower --tensor-parallel-size to at most {engine.model_config.get_total_num_kv_heads()}",
+        )
     if max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1:
         raise ConfigError("context parallelism cuts a text into pieces, and a law needs it whole", "leave it out")

@@ -88,9 +88,14 @@ class TrainingAttention:
 
         positions = position_ids if self.skipping and by_position else None
         if self.group is not None:
+            if law.chooses:
+                raise ConfigError(
+                    "far keys are chosen out of the whole text, and s2 shows a token its group alone",
+                    "train with full attention, or with far=0",
+                )
             out = shifted(query, key, value, s_aux, self.group, attend, by_position=by_position)
         elif self.parallel is not None:
-            out = self.parallel.attend(query, key, value, s_aux, positions, attend)
+            out = self.parallel.attend(query, key, value, s_aux, positions, attend, together=law.chooses)
         else:
             there = range(query.shape[2]) if positions is None else self._placed(positions, query.shape[0])
             out = attend(query, key, value, there, s_aux)

@@ -53,9 +53,20 @@ class SequenceParallel:
         return torch.cat(parts, dim=1)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, positions: Tensor | None, attend: Attend
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        positions: Tensor | None,
+        attend: Attend,
+        *,
+        together: bool = False,
     ) -> Tensor:
-        """Attend from this slice's queries to the whole sequence; without `positions` they are 0, 1, 2 ..."""
+        """Attend from this slice's queries to the whole sequence; without `positions` they are 0, 1, 2 ...
+
+        together: heads that share keys must not part.
+        """
         h, g = q.shape[1], k.shape[1]
         if h % self.size:
             raise ConfigError(
@@ -63,6 +74,12 @@ class SequenceParallel:
                 f"give a divisor of {h} to sequence_parallel",
             )
         if g % self.size:  # too few to divide: every query head gets its own copy
+            if together and g < h:
+                raise ConfigError(
+                    f"heads that share keys choose far keys together, and {g} key heads cannot be divided among "
+                    f"{self.size} processes",
+                    f"give a divisor of {g} to sequence_parallel, or train with far=0",
+                )
             k, v = (x.repeat_interleave(h // g, dim=1) for x in (k, v))
         q, k, v = (Exchange.apply(x, 1, 2, self.group) for x in (q, k, v))  # type: ignore[no-untyped-call]
         own = None if sinks is None else sinks.chunk(self.size)[self.rank]

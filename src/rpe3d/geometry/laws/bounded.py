@@ -35,7 +35,7 @@ class Bounded(Law):
     reach: int = parameter(None, "no pair is shown this relative position or more, R; default half of pretrained")
     focus: float = parameter(
         None,
-        "a query at p > R takes far keys (log p / log R)^focus times sharper; default 2, with your own reach or far 0",
+        "a query at p > R takes far keys (log p / log R)^focus times sharper; default 2, or 0 if reach or far is given",
     )
     fade: float = parameter(None, "and gives them (R / p)^fade of their weight; default 1/8, or 0 likewise")
     sinks: int = parameter(0, "first tokens that do not fade, at most a chunk; `rpe3d tune` tells whether 1 is better")
