@@ -53,13 +53,13 @@ def _best(x: Problem, backend: str | None) -> Choice:
         return Choice("chosen", "queries choose their far keys: a tile of them at a time", chosen.prepare(x))
     calls = blocked.Calls(x, backend)
     if not x.q.is_cuda or backend is not None:
-        return Choice("blocked", calls.name, calls)
+        return Choice("blocked", calls.reason, calls)
     return prompt(x, calls)
 
 
 def prompt(x: Problem, calls: blocked.Calls) -> Choice:
     """Return what a GPU runs a prompt with: library calls or the prefill kernel."""
-    library = calls.name
+    library = calls.reason
     if reason := prefill.refusal(x):
         return Choice("blocked", f"{library} (the prefill kernel: {reason})", calls)
     number, flops = calls.work()

@@ -20,9 +20,12 @@ from rpe3d.geometry.frequencies import model_attention_scaling, model_frequencie
 from rpe3d.geometry.region import STOCK, Region, Turn
 
 
-def parameter(default: Any, text: str) -> Any:
-    """A parameter of a law: its default (None: derived, as the text says) and one line of help."""
-    return field(default=default, metadata={"help": text})
+def parameter(default: Any, text: str, *, later: bool = False) -> Any:
+    """A parameter of a law: its default (None: derived, as the text says) and one line of help.
+
+    One that came later than the law is named in files only where it is not the default, so that they are as before.
+    """
+    return field(default=default, metadata={"help": text, "later": later})
 
 
 def apart(make: Callable[[], Any]) -> Any:
@@ -221,7 +224,8 @@ class Law(ABC):
     @property
     def own(self) -> dict[str, Any]:
         """This law's own parameters, JSON-ready."""
-        return {name: _json_ready(getattr(self, name)) for name in self.parameters()}
+        given = {f: getattr(self, f.name) for f in fields(self) if "help" in f.metadata}
+        return {f.name: _json_ready(x) for f, x in given.items() if not (f.metadata["later"] and x == f.default)}
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready, and the arguments of `make_law` that give this law back."""

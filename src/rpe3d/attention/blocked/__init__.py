@@ -59,12 +59,13 @@ class Calls:
 
     @property
     def name(self) -> str:
+        """Of the library."""
+        return self.library.name
+
+    @property
+    def reason(self) -> str:
         """What runs: the library's calls, or the reference in tiles."""
-        return (
-            f"{self.library.name} attention calls, merged"
-            if self.tasks
-            else "the reference, a tile of queries at a time"
-        )
+        return f"{self.name} attention calls, merged" if self.tasks else "the reference, a tile of queries at a time"
 
     def _task(self, span: Span, tables: Tables) -> Task:
         x = self.problem

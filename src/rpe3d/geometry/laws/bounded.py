@@ -39,8 +39,10 @@ class Bounded(Law):
     )
     fade: float = parameter(None, "and gives them (R / p)^fade of their weight; default 1/8, or 0 likewise")
     sinks: int = parameter(0, "first tokens that do not fade, at most a chunk; `rpe3d tune` tells whether 1 is better")
-    far: int = parameter(0, "far blocks that a query sees, chosen by what they are about; 0: all")
-    block: int = parameter(None, "keys in a far block, a divisor of chunk; default 16, or the chunk where that is less")
+    far: int = parameter(0, "far blocks that a query sees, chosen by what they are about; 0: all", later=True)
+    block: int | None = parameter(
+        None, "keys in a far block, a divisor of chunk; default 16, or the chunk where that is less", later=True
+    )
 
     def check(self) -> dict[str, Any]:
         longest = self.pretrained
@@ -80,8 +82,8 @@ class Bounded(Law):
             for name, value in given.items()
         }
         sinks = whole("sinks", self.sinks, least=0, most=chunk)
-        block = math.gcd(BLOCK, chunk) if self.block is None else whole("block", self.block)
-        if chunk % block:
+        block = math.gcd(BLOCK, chunk) if self.block is None and far else self.block
+        if block is not None and chunk % (block := whole("block", block)):
             raise ConfigError(
                 f"block is {block}, which does not divide chunk {chunk}", f"choose block {math.gcd(block, chunk)}"
             )
@@ -91,7 +93,7 @@ class Bounded(Law):
     def regions(self) -> tuple[Region, ...]:
         faded = self.fade or self.focus
         fade = Fade(rate=self.fade, focus=self.focus, span=float(self.reach)) if faded else None
-        choice = Choice(most=self.far, size=self.block) if self.far else None
+        choice = Choice(most=self.far, size=self.block) if self.far and self.block else None
         return bounded_regions(self.chunk, self.near_chunks, self.slope, fade, self.sinks, choice)
 
     @property

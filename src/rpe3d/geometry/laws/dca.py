@@ -32,7 +32,9 @@ class Dca(Law):
     chunk: int = parameter(None, "tokens in a chunk, c; default window - pretrained / 16")
     window: int = parameter(None, "the largest position shown, w; default 3/4 of pretrained")
     attention_factor: float = parameter(
-        1.0, "multiplies cos and sin; Qwen2.5-1M and vLLM deploy `deployed`: 0.1 ln(context / pretrained) + 1"
+        1.0,
+        "multiplies cos and sin; Qwen2.5-1M and vLLM deploy `deployed`: 0.1 ln(context / pretrained) + 1",
+        later=True,
     )
 
     def check(self) -> dict[str, Any]:
