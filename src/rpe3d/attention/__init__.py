@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rpe3d.attention import operator, reference
-from rpe3d.attention.choose import IMPLS, Choice, choose, explain
+from rpe3d.attention.choose import IMPLS, Decision, choose, explain
 from rpe3d.attention.problem import Positions, Prepared, Problem, check
 from rpe3d.geometry import Law
 
@@ -69,7 +69,7 @@ def attention(
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def run(problem: Problem, impl: str = "auto", backend: str | None = None) -> tuple[Tensor, Tensor]:
     """Return the solution of a problem, by the implementation asked for."""
-    chosen: Choice = choose(problem, impl, backend)
+    chosen: Decision = choose(problem, impl, backend)
     return chosen.prepared(problem.q, problem.k, problem.v, problem.sinks)
 
 

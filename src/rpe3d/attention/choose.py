@@ -19,7 +19,7 @@ computes faster. On an H200 the kernel is as fast as all calls together up to 64
 dimension 128 it has 440 of cuDNN's 600 TFLOP/s (docs/log.md)."""
 
 
-class Choice(NamedTuple):
+class Decision(NamedTuple):
     """An implementation, the reason for it, and the problem prepared by it."""
 
     impl: str
@@ -28,50 +28,50 @@ class Choice(NamedTuple):
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def choose(problem: Problem, impl: str = "auto", backend: str | None = None) -> Choice:
+def choose(problem: Problem, impl: str = "auto", backend: str | None = None) -> Decision:
     """Return the implementation asked for, or the best for a problem, with the problem prepared by it."""
     if choice("impl", impl, IMPLS) == "auto":
         return _best(problem, backend)
     if impl == "blocked":
-        return Choice(impl, "asked for", blocked.prepare(problem, backend))
+        return Decision(impl, "asked for", blocked.prepare(problem, backend))
     made = {"reference": reference, "decode": decode, "prefill": prefill, "chosen": chosen}[impl]
     what = {"decode": "a decoding step", "prefill": "the prefill kernel", "chosen": "a choice of keys"}.get(impl, impl)
     if reason := made.refusal(problem):
         raise ConfigError(f"{what} cannot run this: {reason}", 'use impl="auto"')
-    return Choice(impl, "asked for", made.prepare(problem))
+    return Decision(impl, "asked for", made.prepare(problem))
 
 
-def _best(x: Problem, backend: str | None) -> Choice:
+def _best(x: Problem, backend: str | None) -> Decision:
     if x.q.shape[2] <= decode.MOST_QUERIES and x.q.shape[2] < x.k.shape[2]:
         if reason := decode.refusal(x):
-            return Choice("reference", f"few queries, but no decoding step: {reason}", reference.prepare(x))
+            return Decision("reference", f"few queries, but no decoding step: {reason}", reference.prepare(x))
         step = decode.prepare(x)
-        return Choice("decode", step.reason, step)
+        return Decision("decode", step.reason, step)
     if x.q.dtype == torch.float64 and x.q.is_cuda:
-        return Choice("reference", "no library attention takes float64 on CUDA", reference.prepare(x))
+        return Decision("reference", "no library attention takes float64 on CUDA", reference.prepare(x))
     if x.law.chooses and backend is None and chosen.refusal(x) is None:
-        return Choice("chosen", "queries choose their far keys: a tile of them at a time", chosen.prepare(x))
+        return Decision("chosen", "queries choose their far keys: a tile of them at a time", chosen.prepare(x))
     calls = blocked.Calls(x, backend)
     if not x.q.is_cuda or backend is not None:
-        return Choice("blocked", calls.reason, calls)
+        return Decision("blocked", calls.reason, calls)
     return prompt(x, calls)
 
 
-def prompt(x: Problem, calls: blocked.Calls) -> Choice:
+def prompt(x: Problem, calls: blocked.Calls) -> Decision:
     """Return what a GPU runs a prompt with: library calls or the prefill kernel."""
     library = calls.reason
     if reason := prefill.refusal(x):
-        return Choice("blocked", f"{library} (the prefill kernel: {reason})", calls)
+        return Decision("blocked", f"{library} (the prefill kernel: {reason})", calls)
     number, flops = calls.work()
     d = x.q.shape[3]
     if number == 0:
-        return Choice("prefill", "one kernel: no library call fits", prefill.prepare(x))
+        return Decision("prefill", "one kernel: no library call fits", prefill.prepare(x))
     if number == 1 or x.q.dtype == torch.float32 or flops * d > FLOPS_PER_CALL[d <= NARROW] * number:
-        return Choice("blocked", library, calls)
-    return Choice("prefill", f"one kernel instead of {number} library calls", prefill.prepare(x))
+        return Decision("blocked", library, calls)
+    return Decision("prefill", f"one kernel instead of {number} library calls", prefill.prepare(x))
 
 
 def explain(problem: Problem) -> tuple[str, str]:
     """Return what impl="auto" takes, and why."""
-    chosen: Choice = choose(problem)
+    chosen: Decision = choose(problem)
     return chosen.impl, chosen.reason

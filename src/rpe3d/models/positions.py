@@ -334,8 +334,7 @@ def _arranged(b: int, mask: Tensor | None, positions: Tensor, rows: list[Row]) -
         places = range(row.start, row.start + used)
         return Layout(places[row.offset :], places, None, None, used, end=places.stop, shared=Shared())
     closed = [x.closed_up for x in rows]
-    every = torch.ones(b, used, dtype=torch.bool, device=device)
-    tokens = every if mask is None else (mask % HERE == TOKEN)[:, :used]
+    tokens = torch.ones(b, used, dtype=torch.bool, device=device) if mask is None else (mask % HERE == TOKEN)[:, :used]
     here = tokens[:, row.offset :]
     query_slots = key_slots = None
     if any(closed):
