@@ -258,7 +258,12 @@ def test_gradients_are_those_of_attention_over_what_was_chosen():
 
 @pytest.mark.parametrize(
     ("given", "words"),
-    [({"block": 3}, "does not divide chunk"), ({"far": -1}, "far"), ({"far": 2.5}, "far"), ({"block": 0}, "block")],
+    [
+        ({"block": 7}, "does not divide chunk 16: choose block 4"),
+        ({"far": -1}, "far"),
+        ({"far": 2.5}, "far"),
+        ({"block": 0}, "block"),
+    ],
 )
 def test_what_cannot_be_chosen_is_refused(given, words):
     with pytest.raises(ConfigError, match=words):

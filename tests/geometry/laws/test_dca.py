@@ -14,7 +14,7 @@ from law_oracles import (
     QUERY,
     P,
 )
-from rpe3d import make_law
+from rpe3d import ConfigError, make_law
 from rpe3d.attention import attention
 
 
@@ -60,3 +60,8 @@ def test_dca_s_temperature_multiplies_the_scores_by_its_square():
     q, k, v = (torch.randn(1, 2, 200, 16, dtype=torch.float64) for _ in range(3))
     out = attention(q, k, v, law)[0]
     torch.testing.assert_close(out, attention(q, k, v, plain, scale=1.3**2 / 4)[0], rtol=0, atol=1e-12)
+
+
+def test_dca_s_temperature_is_a_number_or_what_is_deployed():
+    with pytest.raises(ConfigError, match="attention_factor is 'hot': give a number above 0, or deployed"):
+        make_law("dca", pretrained=64, context=256, head_dim=16, attention_factor="hot")

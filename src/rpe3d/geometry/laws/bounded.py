@@ -84,9 +84,8 @@ class Bounded(Law):
         sinks = whole("sinks", self.sinks, least=0, most=chunk)
         block = math.gcd(BLOCK, chunk) if self.block is None and far else self.block
         if block is not None and chunk % (block := whole("block", block)):
-            raise ConfigError(
-                f"block is {block}, which does not divide chunk {chunk}", f"choose block {math.gcd(block, chunk)}"
-            )
+            near = max(n for n in range(1, min(block, chunk) + 1) if chunk % n == 0)
+            raise ConfigError(f"block is {block}, which does not divide chunk {chunk}", f"choose block {near}")
         return {"chunk": chunk, "window": window, "reach": reach, **weights, "sinks": sinks, "far": far, "block": block}
 
     @property

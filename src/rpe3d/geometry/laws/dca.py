@@ -41,6 +41,8 @@ class Dca(Law):
         chunk, window = check_dual_chunk(self, self.chunk, self.window)
         given: object = self.attention_factor
         deployed = 0.1 * math.log(self.factor) + 1
+        if isinstance(given, str) and given != "deployed":
+            raise ConfigError(f"attention_factor is {given!r}", "give a number above 0, or deployed")
         factor = real("attention_factor", deployed if given == "deployed" else given, above=True, most=1e9)
         return {"chunk": chunk, "window": window, "attention_factor": factor}
 
