@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
@@ -27,7 +28,7 @@ class ConfigError(ValueError):
 
 
 def whole(name: str, value: object, *, least: int = 1, most: int = LONGEST) -> int:
-    """`value` as an int in [least, most], or a ConfigError that names it."""
+    """Return `value` as an int in [least, most], or raise a ConfigError that names it."""
     try:
         number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -40,7 +41,7 @@ def whole(name: str, value: object, *, least: int = 1, most: int = LONGEST) -> i
 
 
 def real(name: str, value: object, *, least: float = 0.0, most: float = math.inf, above: bool = False) -> float:
-    """`value` as a finite float, at least `least` (or above it) and at most `most`, or a ConfigError."""
+    """Return `value` as a finite float, at least `least` (or above it) and at most `most`, or raise a ConfigError."""
     try:
         number = math.nan if isinstance(value, (bool, str)) else float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
@@ -52,15 +53,31 @@ def real(name: str, value: object, *, least: float = 0.0, most: float = math.inf
     return number
 
 
+UNITS = {"": 1, "k": 1024, "m": 1024**2}
+MOST = 2**24
+"""Tokens at most: transformers holds positions in float32, where 2^24 and 2^24 + 1 are the same number."""
+
+
+def size(text: str) -> int:
+    """Parse a number of tokens: 65536, 64k or 1M, with k = 1024 and M = 1024 k."""
+    match = re.fullmatch(r"([0-9]{1,12})([km]?)", text.strip().lower())
+    if not match:
+        raise ConfigError(f"{text!r} is not a size", "write it as 65536 or 64k (k = 1024)")
+    tokens = int(match[1]) * UNITS[match[2]]
+    if tokens > MOST:
+        raise ConfigError(f"{text!r} is more than 16m tokens", "beyond, float32 cannot tell neighbours apart")
+    return tokens
+
+
 def flag(name: str, value: object) -> bool:
-    """`value` as a bool, or a ConfigError."""
+    """Return `value` as a bool, or raise a ConfigError."""
     if not isinstance(value, bool):
         raise ConfigError(f"{name} is {value!r}, which is neither True nor False", f"give {name} as a bool")
     return value
 
 
 def choice(kind: str, value: object, known: Iterable[str]) -> str:
-    """`value` if it is one of `known`, or a ConfigError that suggests the nearest."""
+    """Return `value` if it is one of `known`, or raise a ConfigError that suggests the nearest."""
     names = list(known)
     if isinstance(value, str) and value in names:
         return value
@@ -166,15 +183,49 @@ class YarnScaling(Scaling):
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class LongropeScaling(Scaling):
+    """LongRoPE as Phi-3 and Phi-4-mini carry it (Ding et al. 2024, arXiv 2402.13753): a divisor for every pair.
+
+    Such a model has two sets: `short_factor` for texts of up to the original length, `long_factor` for longer ones.
+    Keys stay in a cache as they were turned, so a law has one set for texts of any length, the long one.
+    """
+
+    rope_type: ClassVar[str] = "longrope"
+
+    long_factor: tuple[float, ...]
+    original_max_position_embeddings: int
+    attention_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given: Iterable[object] = self.long_factor
+        original = whole("original_max_position_embeddings", self.original_max_position_embeddings, least=2)
+        attention = self.attention_factor
+        if attention is None:  # as transformers has it (`_compute_longrope_parameters`)
+            attention = math.sqrt(1 + math.log(self.factor) / math.log(original))
+        freeze(
+            self,
+            long_factor=tuple(real("long_factor", one, above=True) for one in given),
+            attention_factor=real("attention_factor", attention, above=True),
+            original_max_position_embeddings=original,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return super().to_dict() | {"long_factor": list(self.long_factor)}
+
+
 def _mscale(factor: float, weight: object) -> float:
     return 0.1 * real("mscale", weight, above=True) * math.log(factor) + 1.0
 
 
-SCALINGS: dict[str, type[Scaling]] = {s.rope_type: s for s in (LinearScaling, Llama3Scaling, YarnScaling)}
+SCALINGS: dict[str, type[Scaling]] = {
+    s.rope_type: s for s in (LinearScaling, Llama3Scaling, YarnScaling, LongropeScaling)
+}
 
 
 def make_scaling(parameters: Mapping[str, Any] | Scaling | None) -> Scaling | None:
-    """A Hugging Face `rope_parameters` / `rope_scaling` dict as a value; None for plain RoPE.
+    """Make a value of a Hugging Face `rope_parameters` / `rope_scaling` dict; None for plain RoPE.
 
     `rope_theta` and `partial_rotary_factor` may stand in the dict and are read elsewhere.
     """
@@ -232,7 +283,7 @@ class Rotary:
         return self.rotary_dim // 2
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready, with the names that `make_law` takes."""
+        """Return what JSON can hold, under the names that `make_law` takes."""
         return {
             "head_dim": self.head_dim,
             "rope_theta": self.rope_theta,

@@ -59,7 +59,7 @@ def test_relative_angles_are_the_turn_of_the_query_less_that_of_the_key(name):
     torch.testing.assert_close(law.relative_angles(query, key), expected, rtol=0, atol=1e-11, equal_nan=True)
 
 
-@pytest.mark.parametrize("name", [n for n in laws() if n not in ("ntk", "dynamic", "yarn")])
+@pytest.mark.parametrize("name", [n for n in laws() if n not in ("ntk", "dynamic", "yarn", "longrope", "cope")])
 def test_a_law_with_a_relative_position_turns_every_plane_by_it(name):
     law = example(name)
     if not law.single_position:
@@ -171,8 +171,8 @@ def test_a_chunk_law_has_a_chunk_and_others_none():
     assert small("3d-rpe", chunk=4, window=20).chunk_in_use == 4
     assert small("3d-rpe-definition", interpolate=True, chunk=8).chunk_in_use == 64  # 8 chunks, now for 512 tokens
     assert {name for name in laws() if example(name).chunk_in_use is None} == {
-        "rope", "linear", "ntk", "dynamic", "yarn", "self-extend", "rerope", "leaky-rerope", "streaming-llm", "string",
-        "dpe",
+        "rope", "linear", "ntk", "dynamic", "yarn", "longrope", "cope", "logn", "self-extend", "rerope", "leaky-rerope",
+        "streaming-llm", "string", "dpe", "lampe",
     }  # fmt: skip
 
 
@@ -180,7 +180,7 @@ def test_a_chunk_law_has_a_chunk_and_others_none():
 def test_a_law_that_keeps_frequencies_and_scaling_has_the_model_s(name):
     law, rope = example(name), example("rope")
     assert law.keeps_frequencies == torch.equal(law.frequencies(), rope.frequencies())
-    assert law.keeps_scaling == (name != "yarn")
+    assert law.keeps_scaling == (name not in ("yarn", "longrope", "lampe"))
     if "attention_factor" in law.parameters():
         changed = make_law(name, pretrained=64, context=300, head_dim=16, attention_factor=1.25)
         assert not changed.keeps_scaling
@@ -190,8 +190,8 @@ def test_rope_alone_is_the_stock_model():
     assert [name for name in laws() if example(name).is_stock] == ["rope"]
 
 
-def test_dynamic_ntk_alone_grows():
-    assert [name for name, law in LAWS.items() if law.grows] == ["dynamic"]
+def test_dynamic_ntk_and_longrope_alone_grow():
+    assert [name for name, law in LAWS.items() if law.grows] == ["dynamic", "longrope"]
 
 
 def test_a_law_s_own_parameters_are_ready_for_json_and_make_it_again():
@@ -214,8 +214,8 @@ def test_what_came_later_is_named_in_files_only_where_it_is_not_the_default():
 
 def test_laws_are_listed_in_the_order_of_their_kinds():
     assert list(laws()) == [
-        "rope", "linear", "ntk", "dynamic", "yarn", "3d-rpe", "3d-rpe-definition", "3d-rpe-dual-chunk", "dca",
-        "self-extend", "rerope", "leaky-rerope", "streaming-llm", "string", "dpe",
+        "rope", "linear", "ntk", "dynamic", "yarn", "longrope", "cope", "logn", "3d-rpe", "3d-rpe-definition",
+        "3d-rpe-dual-chunk", "dca", "self-extend", "rerope", "leaky-rerope", "streaming-llm", "string", "dpe", "lampe",
     ]  # fmt: skip
 
 

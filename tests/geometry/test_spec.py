@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from rpe3d import ConfigError, make_law
-from rpe3d.geometry import LawSpec
+from rpe3d.geometry import LawSpec, parse_law, parse_laws, read_law
 
 MODEL = {"pretrained": 64, "head_dim": 16, "rope_theta": 1e5}
 
@@ -34,3 +36,38 @@ def test_a_law_file_is_for_models_of_its_length_and_a_name_for_all():
     tuned.check(64)
     with pytest.raises(ConfigError, match="tuned was made for a model of 64 positions, and this one has 128"):
         tuned.check(128)
+
+
+def test_a_law_may_have_a_short_name():
+    """`near=3d-rpe:...`: the label is what tables and plots show."""
+    spec = parse_law("near=3d-rpe:chunk=4,reach=32")
+    assert (spec.label, spec.name, spec.parameters) == ("near", "3d-rpe", {"chunk": 4, "reach": 32})
+    text = "3d-rpe:chunk=4,reach=32,near=3d-rpe:reach=16,focus=0, plain=yarn,own=3d-rpe-definition:interpolate=true"
+    assert [(spec.label, spec.name) for spec in parse_laws(text)] == [
+        ("3d-rpe:chunk=4,reach=32", "3d-rpe"),
+        ("near", "3d-rpe"),
+        ("plain", "yarn"),
+        ("own", "3d-rpe-definition"),
+    ]
+    assert parse_laws(text)[1].parameters == {"reach": 16, "focus": 0}
+
+
+def test_a_law_is_not_called_by_the_name_of_another():
+    with pytest.raises(ConfigError, match="3d-rpe is to be called yarn, which is another law: choose another name"):
+        parse_law("yarn=3d-rpe:chunk=4")
+    assert parse_law("3d-rpe=3d-rpe:chunk=4").label == "3d-rpe"
+
+
+def test_a_law_file_may_have_a_short_name_and_keeps_what_it_was_made_for(tmp_path):
+    law = make_law("3d-rpe", context=256, reach=32, focus=0, fade=0, **MODEL)
+    (tmp_path / "law.json").write_text(law.json)
+    for spec, label in ((read_law(tmp_path / "law.json"), "law"), (parse_law(f"my={tmp_path}/law.json"), "my")):
+        assert (spec.label, spec.pretrained, spec.context) == (label, 64, 256)
+        assert spec.at(256, MODEL) == law
+
+
+def test_a_law_file_from_before_fading_is_a_law_without_it(tmp_path):
+    law = make_law("3d-rpe", context=256, reach=32, focus=0, fade=0, **MODEL)
+    old = {name: value for name, value in law.to_dict().items() if name not in ("focus", "fade", "sinks")}
+    (tmp_path / "law.json").write_text(json.dumps(old))
+    assert read_law(tmp_path / "law.json").at(256, MODEL) == law

@@ -13,12 +13,12 @@ Paint = Callable[[Colour], str]
 
 
 def short(tokens: float) -> str:
-    """65536 as 64k, 12000 as 12,000."""
+    """Write 65536 as 64k, 12000 as 12,000."""
     return f"{tokens / 1024:g}k" if tokens >= 1024 and tokens % 512 == 0 else f"{tokens:,.0f}"
 
 
 def boldest_last(laws: Iterable[str], looks: Mapping[str, Style]) -> list[str]:
-    """In drawing order: what is drawn last lies on top."""
+    """Return laws in drawing order: what is drawn last lies on top."""
     return sorted(laws, key=lambda law: looks[law].width)
 
 
@@ -28,7 +28,7 @@ def line(axes: Any, paint: Paint, style: Style, x: Sequence[float], y: Sequence[
 
 
 def tokens(axes: Any, length: int, label: str) -> None:
-    """Tokens along the bottom, at multiples of a power of two."""
+    """Write tokens along the bottom, at multiples of a power of two."""
     axes.set_xlim(0, length)
     ticks = range(0, length + 1, 2 ** math.ceil(math.log2(length / 6)))
     axes.set_xticks(ticks, labels=[short(tick) for tick in ticks])
@@ -36,7 +36,7 @@ def tokens(axes: Any, length: int, label: str) -> None:
 
 
 def labels(axes: Any, paint: Paint, looks: Mapping[str, Style], ends: Mapping[str, float]) -> None:
-    """Each law's name beside the end of its line, or with an arrow at the top where the line has left the plot."""
+    """Write each law's name beside the end of its line, or with an arrow at the top if the line has left the plot."""
     low, high = axes.get_ylim()
     place = (lambda y: math.log(y / low) / math.log(high / low)) if axes.get_yscale() == "log" else lambda y: y / high
     names = sorted(ends, key=lambda name: ends[name])
@@ -58,7 +58,7 @@ def labels(axes: Any, paint: Paint, looks: Mapping[str, Style], ends: Mapping[st
 
 
 def spread(wanted: Sequence[float], gap: float) -> list[float]:
-    """Places at least `gap` apart in the order of `wanted`, as near to it as can be, and shifted into [0, 1]."""
+    """Return places at least `gap` apart in the order of `wanted`, as near to it as can be, shifted into [0, 1]."""
     groups: list[tuple[float, int]] = []  # the mean place of the first label's column, and how many share it
     for i, value in enumerate(wanted):
         mean, count = value - i * gap, 1

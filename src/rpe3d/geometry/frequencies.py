@@ -8,16 +8,16 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from rpe3d.config import ConfigError, LinearScaling, Llama3Scaling, Rotary, YarnScaling
+from rpe3d.config import ConfigError, LinearScaling, Llama3Scaling, LongropeScaling, Rotary, YarnScaling
 
 
 def plain(dim: int, base: float) -> Float64[Tensor, " l"]:
-    """θ_l = base^(-2l/d), l = 0 .. d/2 - 1 (Supplement B.1; RoFormer eq. 15)."""
+    """Return θ_l = base^(-2l/d), l = 0 .. d/2 - 1 (Supplement B.1; RoFormer eq. 15)."""
     return torch.as_tensor(base, dtype=torch.float64) ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
 
 
 def ntk_base(dim: int, base: float, alpha: float) -> float:
-    """NTK-aware base: base · α^(d/(d-2)), so that the slowest pair is stretched by exactly α."""
+    """Return the NTK-aware base: base · α^(d/(d-2)), so that the slowest pair is stretched by exactly α."""
     if dim < 4:
         raise ConfigError(
             f"rotary_dim is {dim}, but NTK scaling needs at least 4",
@@ -39,7 +39,7 @@ def refuse_scaling(name: str, rotary: Rotary) -> None:
 def yarn(
     dim: int, base: float, *, factor: float, trained: int, beta_fast: float, beta_slow: float, truncate: bool
 ) -> Float64[Tensor, " l"]:
-    """YaRN's by-parts interpolation (arXiv 2309.00071, section 3.2).
+    """Interpolate by parts, as YaRN does (arXiv 2309.00071, section 3.2).
 
     A pair that turns more than `beta_fast` times within the trained length is kept, one that turns less than
     `beta_slow` times is divided by `factor`, with a linear ramp over the pair index between the two.
@@ -60,7 +60,7 @@ def yarn(
 
 
 def llama3(theta: Float64[Tensor, " l"], scaling: Llama3Scaling) -> Float64[Tensor, " l"]:
-    """Llama 3.1: wavelengths above L/low are divided by `factor`, below L/high kept, smooth between."""
+    """Scale as Llama 3.1: wavelengths above L/low are divided by `factor`, below L/high kept, smooth between."""
     turns = scaling.original_max_position_embeddings * theta / (2 * math.pi)  # over the original length
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     kept = kept.clamp(0, 1)
@@ -68,7 +68,7 @@ def llama3(theta: Float64[Tensor, " l"], scaling: Llama3Scaling) -> Float64[Tens
 
 
 def model_frequencies(rotary: Rotary) -> Float64[Tensor, " l"]:
-    """The frequencies that the pretrained model itself uses, its own scaling included."""
+    """Return the frequencies that the pretrained model itself uses, its own scaling included."""
     dim = 2 * rotary.pairs
     theta = plain(dim, rotary.rope_theta)
     match rotary.scaling:
@@ -88,12 +88,19 @@ def model_frequencies(rotary: Rotary) -> Float64[Tensor, " l"]:
                 beta_slow=scaling.beta_slow,
                 truncate=scaling.truncate,
             )
+        case LongropeScaling(long_factor=divisors):
+            if len(divisors) != rotary.pairs:
+                raise ConfigError(
+                    f"long_factor has {len(divisors)} numbers, and {rotary.pairs} pairs turn",
+                    "pass the model's whole rope parameters",
+                )
+            return theta / torch.tensor(divisors, dtype=torch.float64)
     raise TypeError(f"no frequencies for {rotary.scaling!r}")
 
 
 def model_attention_scaling(rotary: Rotary) -> float:
-    """What the pretrained model multiplies cos and sin by (YaRN's temperature; 1 for the others)."""
-    if isinstance(rotary.scaling, YarnScaling):
+    """Return what the pretrained model multiplies cos and sin by: YaRN's or LongRoPE's temperature, or 1."""
+    if isinstance(rotary.scaling, YarnScaling | LongropeScaling):
         assert rotary.scaling.attention_factor is not None
         return rotary.scaling.attention_factor
     return 1.0

@@ -6,8 +6,9 @@ import json
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +22,7 @@ from rpe3d.geometry.region import STOCK, Region, Turn
 
 
 def parameter(default: Any, text: str, *, later: bool = False) -> Any:
-    """A parameter of a law: its default (None: derived, as the text says) and one line of help.
+    """Declare a parameter of a law: its default (None: derived, as the text says) and one line of help.
 
     One that came later than the law is named in files only where it is not the default, so that they are as before.
     """
@@ -104,7 +105,7 @@ class Law(ABC):
         return {**self.__dict__, "_kept": {}}
 
     def check(self) -> dict[str, Any]:
-        """This law's own parameters, checked, with defaults filled in; {} for a law without any."""
+        """Return this law's own parameters, checked, with defaults filled in; {} for a law without any."""
         return {}
 
     @property
@@ -155,7 +156,7 @@ class Law(ABC):
         """Whether a model under this law is the pretrained model itself, at any length."""
         return self.keeps_frequencies and self.keeps_scaling and self.single_turn == STOCK
 
-    @property
+    @cached_property
     def chooses(self) -> bool:
         """Whether a query sees only those keys of some region that it chooses."""
         return any(region.choice is not None for region in self.regions)
@@ -166,11 +167,11 @@ class Law(ABC):
         return None
 
     def model_frequencies(self) -> Float64[Tensor, " l"]:
-        """θ_l of the pretrained model."""
+        """Return θ_l of the pretrained model."""
         return model_frequencies(self.rotary)
 
     def frequencies(self, length: int | None = None) -> Float64[Tensor, " l"]:
-        """θ_l in force. `length`, the tokens seen, matters to a law that `grows` alone; None is the whole context."""
+        """Return θ_l in force. `length`, the tokens seen, matters to a law that `grows`; None is the whole context."""
         return self.model_frequencies()
 
     @property
@@ -184,7 +185,7 @@ class Law(ABC):
         return 1.0
 
     def relative_position(self, query: Tensor | int, key: Tensor | int) -> Float64[Tensor, "..."]:
-        """The relative position f that each pair is shown: plane l is turned by θ_l f between query and key.
+        """Return the relative position f that each pair is shown: plane l is turned by θ_l f between query and key.
 
         Integer positions, broadcast against each other. NaN for a pair that is not attended to (streaming-llm).
         """
@@ -203,7 +204,7 @@ class Law(ABC):
     def relative_angles(
         self, query: Tensor | int, key: Tensor | int, length: int | None = None
     ) -> Float64[Tensor, "... l"]:
-        """The angle of every plane between a query and a key: what the score depends on (eqs. 3 and 5)."""
+        """Return the angle of every plane between a query and a key: what the score depends on (eqs. 3 and 5)."""
         q, k = _pairs(query, key)
         theta = self.frequencies(length)
         angles = torch.full((*q.shape, len(theta)), torch.nan, dtype=torch.float64)
@@ -218,17 +219,22 @@ class Law(ABC):
 
     @classmethod
     def parameters(cls) -> dict[str, str]:
-        """This law's own parameters and their help."""
+        """Return this law's own parameters and their help."""
         return {f.name: f.metadata["help"] for f in fields(cls) if "help" in f.metadata}
+
+    @classmethod
+    def as_saved(cls, own: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what parameters in a file meant when it was written, for a law whose defaults have changed since."""
+        return dict(own)
 
     @property
     def own(self) -> dict[str, Any]:
-        """This law's own parameters, JSON-ready."""
+        """Own parameters of the law, JSON-ready."""
         given = {f: getattr(self, f.name) for f in fields(self) if "help" in f.metadata}
         return {f.name: _json_ready(x) for f, x in given.items() if not (f.metadata["later"] and x == f.default)}
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready, and the arguments of `make_law` that give this law back."""
+        """Return the arguments of `make_law` that give this law back, JSON-ready."""
         size = {"pretrained": self.pretrained, "context": self.context}
         return {"name": self.name, **size, **self.rotary.to_dict(), **self.own}
 
@@ -238,7 +244,7 @@ def _json_ready(value: Any) -> Any:
 
 
 def _pairs(query: Tensor | int, key: Tensor | int) -> tuple[Int[Tensor, "..."], Int[Tensor, "..."]]:
-    """Both as int64 tensors of one shape."""
+    """Return both positions as int64 tensors of one shape."""
     q, k = _positions("query", query), _positions("key", key)
     try:
         q, k = torch.broadcast_tensors(q, k)

@@ -11,7 +11,7 @@ from rpe3d.geometry.law import Law, parameter
 
 
 def interpolated_chunk(pretrained: int, context: int, chunk: int) -> int:
-    """Theorem 1: the n = ceil(L_p / c) chunks stay, and each grows to c' = ceil(L / n) tokens."""
+    """Return the chunk of Theorem 1: the n = ceil(L_p / c) chunks stay, and each grows to c' = ceil(L / n) tokens."""
     return math.ceil(context / math.ceil(pretrained / chunk))
 
 
@@ -34,7 +34,7 @@ class Phased(Law):
         return interpolated_chunk(self.pretrained, self.context, chunk) if interpolate else chunk
 
     def _check_phase(self, chunk: int, largest: int) -> dict[str, Any]:
-        """The shared parameters; `largest` is the most tokens that a chunk in use may have."""
+        """Check the shared parameters; `largest` is the most tokens that a chunk in use may have."""
         interpolate = flag("interpolate", self.interpolate)
         if chunk > largest:
             raise ConfigError(f"chunk is {chunk}, above {largest}", f"lower chunk to at most {largest}")
@@ -49,7 +49,7 @@ class Phased(Law):
         return {"chunk": chunk, "phi_base": base, "interpolate": interpolate}
 
     def _fitting(self, chunk: int, largest: int) -> int:
-        """A default chunk: `chunk`, or the largest whose interpolation stays within `largest`."""
+        """Return a default chunk: `chunk`, or the largest whose interpolation stays within `largest`."""
         if self.interpolate is not True or self._grown(chunk, True) <= largest:
             return chunk
         return max(1, self.pretrained // math.ceil(self.context / largest))

@@ -4,8 +4,8 @@ Every law, whatever its name for them, is a short tuple of `Region`s. A region i
 together with one `Turn` of the queries and one of the keys; regions do not overlap, and a pair in no region is
 not attended to. All of it is data: five numbers per turn and four per band, so that a reference, a loop of
 library calls and a kernel can execute the same description. Where planes turn differently, `PairTurns` takes the place
-of a `Turn`. A region may `Fade`: its keys share what they weigh, the more of them there are. Or a query may have a
-`Choice` of its keys.
+of a `Turn`; where a step is not a whole number of tokens, `Steps` does. A region may `Fade`: its keys share what they
+weigh, the more of them there are. Or a query may have a `Choice` of its keys.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from math import inf
 from operator import itemgetter
+from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float64, Int
@@ -51,21 +52,26 @@ class Turn:
     phase: Phase | None = None
 
     def position(self, p: Int[Tensor, "*p"]) -> Float64[Tensor, "*p"]:
-        """x(p), in float64."""
+        """Return x(p), in float64."""
         within = (self.offset * (p % self.chunk).to(torch.float64)).clamp(max=self.ceiling)
         return within + self.stride * (p // self.chunk).to(torch.float64) + self.start
 
     def positions(self, p: Int[Tensor, "*p"]) -> Float64[Tensor, "*p l"]:
-        """x(p) of every plane; one column for all of them where they have the same."""
+        """Return x(p) of every plane; one column for all of them where they have the same."""
         return self.position(p)[..., None]
 
     def angle(
         self, p: Int[Tensor, "*p"], frequencies: Float64[Tensor, " l"], *, stock: bool = False
     ) -> Float64[Tensor, "*p l"]:
-        """θ_l x(p) + y(p), by which a vector at p is turned in each plane; `stock`: what is left of it after RoPE."""
+        """Return θ_l x(p) + y(p), by which a vector at p is turned in each plane; `stock`: what is left after RoPE."""
         x = self.positions(p) - p[..., None] if stock else self.positions(p)
         angle = x * frequencies
         return angle if self.phase is None else angle + self.phase(p // self.chunk)[..., None]
+
+    @property
+    def in_numbers(self) -> bool:
+        """Whether its numbers say all of it; where they do not, only `positions` and `angle` may be asked."""
+        return self.chunk > 0
 
     @property
     def is_stock(self) -> bool:
@@ -89,7 +95,7 @@ class PairTurns(Turn):
     chunk: int = field(default=0, init=False)
 
     def positions(self, p: Int[Tensor, "*p"]) -> Float64[Tensor, "*p l"]:
-        """x(p) of every plane."""
+        """Return x(p) of every plane."""
         columns = [turn.positions(p).expand(*p.shape, pairs) for pairs, turn in self.groups]
         return torch.cat(columns, dim=-1)
 
@@ -100,9 +106,27 @@ class PairTurns(Turn):
 
 
 def by_pair(groups: Iterable[tuple[int, Turn]]) -> Turn:
-    """A turn from those of groups of planes: neighbours alike are joined, and where all are alike it is a plain one."""
+    """Join the turns of groups of planes: equal neighbours become one group, and a single group a plain turn."""
     joined = [(turn, sum(pairs for pairs, _ in same)) for turn, same in groupby(groups, key=itemgetter(1))]
     return joined[0][0] if len(joined) == 1 else PairTurns(groups=tuple((pairs, turn) for turn, pairs in joined))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps(Turn):
+    """x(p) = floor(p · up / over) + start, in whole numbers: steps of over / up tokens, some one token longer."""
+
+    up: int
+    over: int
+    chunk: int = field(default=0, init=False)
+
+    def position(self, p: Int[Tensor, "*p"]) -> Float64[Tensor, "*p"]:
+        """Return x(p), exact: p · up is below 2^62 for any length and any number of positions that a law allows."""
+        return (p * self.up // self.over).to(torch.float64) + self.start
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether it is plain RoPE: a step is one token, and the first is at 0."""
+        return self.up == self.over and self.start == 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,15 +143,15 @@ class Fade:
     span: float
 
     def sharpness(self, p: Int[Tensor, "*p"]) -> Float64[Tensor, "*p"]:
-        """τ(p), 1 up to p = span."""
+        """Return τ(p), 1 up to p = span."""
         return (self._beyond(p).log() / math.log(self.span)) ** self.focus
 
     def loss(self, p: Int[Tensor, "*p"]) -> Float64[Tensor, "*p"]:
-        """rate · log(p / span), taken from the logarithm of the weight; 0 up to p = span."""
+        """Return rate · log(p / span), taken from the logarithm of the weight; 0 up to p = span."""
         return self.rate * (self._beyond(p) / self.span).log()
 
     def shift(self, p: Int[Tensor, "*p"]) -> Float64[Tensor, "2 ..."]:
-        """(1 - 1/τ, loss): with ℓ = log Σ exp(τ s), every τ s loses the first times ℓ, and the second."""
+        """Return (1 - 1/τ, loss): with ℓ = log Σ exp(τ s), every τ s loses the first times ℓ, and the second."""
         return torch.stack([1 - 1 / self.sharpness(p), self.loss(p)])
 
     def _beyond(self, p: Int[Tensor, "*p"]) -> Float64[Tensor, "*p"]:
@@ -139,21 +163,38 @@ class Choice:
     """Keys of which a query sees the `most` blocks that are most like what it and the tokens before it are about.
 
     Block b holds the keys at positions b · size .. (b + 1) · size - 1; a region that has a choice holds whole blocks.
-    Positions aside, block b has the mean key m_b, the last keys k_p, k_{p-1}, ... a mean w that favours the newest
-    (`decay`, over `recent` of them), and the queries of the heads that share keys a mean q. With all keys centred by
-    the mean of the m_b that can be chosen,
+    Positions aside, let z be the mean of the first keys of all (`centre` of them, at most a chunk), m_b the mean key of
+    block b and of the `lead` keys before it, w the weighted mean of the last keys k_p, k_{p-1}, ... (`decay`, over
+    `recent` of them), and q the mean query of the heads that share keys. With u(x) = x / |x|,
 
-        score(b) = cos(m_b, w / |w| + query · q / |q|).
+        summary(b) = u(m_b - z),   aim = u(w - z) + query · u(q),   score(b) = summary(b) · aim,
 
-    The first of the blocks is always chosen; of two that score alike (to a millionth), the nearer. So a choice depends
-    on the query and on keys that do not come after it, and nothing has to be kept but the m_b, which never change.
+    summaries and aims rounded to bfloat16, scores to multiples of `STEP` and cut at ±2. The first of the blocks is
+    always chosen; of two that score alike, the nearer. So a choice depends on the query and on keys that do not come
+    after it, and a summary on keys alone: once a block is complete it never changes.
+
+    What a passage continues with comes after what it has in common with the last tokens: hence the keys before a block.
     """
 
     most: int
     size: int
     recent: int = 16
     decay: float = 0.9
-    query: float = 0.5
+    query: float = 1.0
+    centre: int = 512
+
+    STEP: ClassVar[float] = 2.0**-14
+    """Scores are told apart to this much: above the rounding of any sum of 256 products in float32."""
+
+    @property
+    def lead(self) -> int:
+        """Return how many keys before a block are part of its summary: half as many as are in it."""
+        return self.size // 2
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Return the weight of the last keys, the newest first."""
+        return tuple(self.decay**i for i in range(self.recent))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +223,7 @@ class Region:
                 freeze(self, **{side: STOCK})
 
     def contains(self, query: Int[Tensor, "*p"], key: Int[Tensor, "*p"]) -> Bool[Tensor, "*p"]:
-        """Which of the pairs lie in this region (causality aside)."""
+        """Return which of the pairs lie in this region (causality aside)."""
         steps = query // self.unit - key // self.unit
         inside = key >= self.start
         if self.first is not None:

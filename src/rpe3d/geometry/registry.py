@@ -24,9 +24,24 @@ class LawInfo:
     parameters: Mapping[str, str]
 
 
-def laws() -> dict[str, LawInfo]:
-    """All laws: name -> one-line description and parameters."""
-    return {name: LawInfo(law.summary, law.parameters()) for name, law in LAWS.items()}
+class Laws(dict[str, LawInfo]):
+    """Map names of laws to one-line description and parameters; `print` shows them as a table."""
+
+    def __str__(self) -> str:
+        width = max(map(len, self))
+        lines = []
+        for name, info in self.items():
+            lines.append(f"{name:<{width}}  {info.description}")
+            if info.parameters:
+                lines.append(f"{'':<{width}}  {', '.join(info.parameters)}")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def laws() -> Laws:
+    """Return all laws: name -> one-line description and parameters. A dict that prints as a table."""
+    return Laws({name: LawInfo(law.summary, law.parameters()) for name, law in LAWS.items()})
 
 
 def styles(labels: Iterable[str]) -> dict[str, Style]:
@@ -49,7 +64,7 @@ def make_law(
     rope_scaling: Mapping[str, Any] | Scaling | None = None,
     **parameters: Any,
 ) -> Law:
-    """A law by name, for a model pretrained on `pretrained` positions, up to `context` (default: the same).
+    """Make a law by its name, for a model pretrained on `pretrained` positions, up to `context` (default: the same).
 
     `head_dim`, `rope_theta`, `rotary_dim`, `interleaved` and `rope_scaling` (the model's own `rope_parameters`)
     describe the model; `parameters` are the law's own, as `laws()` lists them. `make_law(**law.to_dict())` is `law`.
@@ -65,3 +80,9 @@ def make_law(
     )
     context = pretrained if context is None else context
     return cls(pretrained=pretrained, context=context, rotary=rotary, **parameters)
+
+
+def saved_law(content: Mapping[str, Any]) -> Law:
+    """Return the law that `to_dict` of this or an earlier version wrote, with the meaning that it had then."""
+    cls = LAWS[choice("law", content.get("name"), LAWS)]
+    return make_law(**cls.as_saved(content))

@@ -1,14 +1,25 @@
-"""A law as a user asks for it, before there is a model to make it for."""
+"""A law as a user asks for it, before there is a model to make it for.
+
+As text: `3d-rpe`, `3d-rpe:chunk=512,reach=5120`, `near=3d-rpe:reach=3072` (results call it `near`), or a law file.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from rpe3d.config import ConfigError, choice, known_keys
+from rpe3d.config import ConfigError, choice, known_keys, size
 from rpe3d.geometry.law import Law
 from rpe3d.geometry.registry import LAWS, make_law
+
+FILE = ".json"
+FACTS = {"name", "pretrained", "context", "head_dim", "rope_theta", "rotary_dim", "interleaved", "rope_scaling"}
+EVIDENCE = {"schema", "kind", "measured"}
+"""What a law file holds besides its law's own parameters: the model that it was made for, and the measurements."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,10 +31,14 @@ class LawSpec:
     parameters: Mapping[str, Any]
     pretrained: int | None = None
     """The pretrained length that a law file was made for; None: it was not read from a file."""
+    context: int | None = None
+    """The context that a law file was made for; None: it was not read from a file."""
 
     def __post_init__(self) -> None:
         cls = LAWS[choice("law", self.name, LAWS)]
         known_keys(f"law {self.name!r}", self.parameters, cls.parameters())
+        if self.label in LAWS and self.label != self.name:
+            raise ConfigError(f"{self.name} is to be called {self.label}, which is another law", "choose another name")
 
     def check(self, pretrained: int) -> None:
         """Refuse a law file that was made for another model."""
@@ -36,3 +51,71 @@ class LawSpec:
     def at(self, length: int, facts: Mapping[str, Any]) -> Law:
         """Make the law for texts of `length` tokens and the model of `facts` (`rpe3d.models.facts`)."""
         return make_law(self.name, context=max(length, facts["pretrained"]), **facts, **self.parameters)
+
+
+def parse_law(text: str) -> LawSpec:
+    """Parse one law: [label=]name[:parameter=value,...], or [label=]FILE.json as `rpe3d tune` writes it."""
+    label, asked = _labelled(text)
+    if asked.endswith(FILE):
+        return read_law(Path(asked), label)
+    name, _, rest = asked.partition(":")
+    parameters = {}
+    for item in rest.split(",") if rest else ():
+        parameter, equals, given = item.partition("=")
+        if not equals:
+            raise ConfigError(f"{item!r} in {text!r} has no value", "write a law as name:parameter=value")
+        own = parameter.strip().replace("-", "_")
+        if own in parameters:
+            raise ConfigError(f"{own} is given twice in {text!r}", "give it once")
+        parameters[own] = parse_value(given.strip())
+    return LawSpec(label=label or asked, name=name, parameters=parameters)
+
+
+def parse_laws(text: str) -> list[LawSpec]:
+    """Parse several laws with commas between; a parameter without a law belongs to the law before it."""
+    parts: list[str] = []
+    for item in text.split(","):
+        if parts and ":" in parts[-1] and _is_parameter(item):
+            parts[-1] += f",{item.strip()}"
+        else:
+            parts.append(item.strip())
+    return [parse_law(part) for part in parts]
+
+
+def parse_value(text: str) -> bool | int | float | str:
+    """Parse a parameter's value: true or false, a number, a size such as 2k, or a word."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float, size):
+        with suppress(ValueError):
+            return kind(text)
+    return text
+
+
+def read_law(path: Path, label: str = "") -> LawSpec:
+    """Read a law file, with the meaning that its parameters had when it was written."""
+    hint = "give a file that `rpe3d tune` wrote"
+    try:
+        content = json.loads(path.expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the law file {path}: {error.strerror}", hint) from None
+    except ValueError:
+        content = None
+    if not isinstance(content, dict) or not isinstance(content.get("name"), str) or "pretrained" not in content:
+        raise ConfigError(f"{path} is not a law file", hint)
+    own = {key: given for key, given in content.items() if key not in FACTS | EVIDENCE}
+    own = LAWS[choice("law", content["name"], LAWS)].as_saved(own)
+    made_for = {name: content.get(name) for name in ("pretrained", "context")}
+    return LawSpec(label=label or path.stem, name=content["name"], parameters=own, **made_for)
+
+
+def _labelled(text: str) -> tuple[str, str]:
+    """Part `near=3d-rpe:chunk=64` into its label and its law; a law without a label has an empty one."""
+    label, equals, law = text.partition("=")
+    return (label.strip(), law.strip()) if equals and ":" not in label else ("", text.strip())
+
+
+def _is_parameter(item: str) -> bool:
+    """Say whether `a=b` after a law sets a parameter; else it is another law, with the label a."""
+    _, equals, given = item.partition("=")
+    return bool(equals) and ":" not in item and not (given.strip() in LAWS or given.strip().endswith(FILE))

@@ -14,12 +14,12 @@ from rpe3d.geometry.laws.definition import Definition
 
 
 def _partial_sums(law: Law, query: Tensor | int, key: Tensor | int) -> Float64[Tensor, "... l"]:
-    """|E_1| .. |E_{d/2}| with E_l = Σ_{k<l} e^{i angle_k}; a phase common to all planes drops out (eq. 6)."""
+    """Return |E_1| .. |E_{d/2}|, E_l = Σ_{k<l} e^{i angle_k}; a phase common to all planes drops out (eq. 6)."""
     return torch.exp(1j * law.relative_angles(query, key)).cumsum(-1).abs()
 
 
 def decay_bound(law: Law, query: Tensor | int, key: Tensor | int) -> Float64[Tensor, "..."]:
-    """E = 1/(d/2) Σ_{l=1}^{d/2} |E_l| (eq. 7; RoFormer section 3.4.3): how strongly a pair can correlate.
+    """Return E = 1/(d/2) Σ_{l=1}^{d/2} |E_l| (eq. 7; RoFormer 3.4.3): how strongly a pair can correlate.
 
     For RoPE it is a function of the distance alone: `decay_bound(rope, distance, 0)`.
     """
@@ -33,14 +33,14 @@ def score_bound(
     q: Complex128[Tensor, "... l"],
     k: Complex128[Tensor, "... l"],
 ) -> Float64[Tensor, "..."]:
-    """|s| <= max_l |h_{l+1} - h_l| Σ_l |E_{l+1}| by Abel's transformation (eq. 6), h_l = q_l k_l*, h_{d/2} = 0."""
+    """Return max_l |h_{l+1} - h_l| Σ_l |E_{l+1}| >= |s|, by Abel's transformation (eq. 6), h_l = q_l k_l*."""
     h = q * k.conj()
     following = torch.cat([h[..., 1:], torch.zeros_like(h[..., :1])], dim=-1)
     return (following - h).abs().amax(-1) * _partial_sums(law, query, key).sum(-1)
 
 
 def resolution(law: Law, query: Tensor | int, key: Tensor | int) -> Float64[Tensor, "... l"]:
-    """How far apart a query sees `key` and the token after it, in each plane, in units of θ_l.
+    """Return how far apart a query sees `key` and the token after it, in each plane, in units of θ_l.
 
     With key = query - 1 it is the resolution of Theorem 1: 1 for RoPE, L_p / L for PI, 1 within a chunk of 3D-RPE.
     """
@@ -51,7 +51,7 @@ def resolution(law: Law, query: Tensor | int, key: Tensor | int) -> Float64[Tens
 def relative_position_matrix(
     chunk: int, length: int, form: Literal["printed", "definition"] = "printed"
 ) -> Float64[Tensor, "length length 2"]:
-    """Figure 3: (between chunks, within chunk) of each query (row) and key (column); NaN above the diagonal.
+    """Return Figure 3: (between chunks, within chunk) of each query (row) and key (column); NaN above the diagonal.
 
     `printed` is what the figure shows, (distance div c, distance mod c), which no turn of single tokens can
     produce. `definition` is what Definition 1 gives, (i - j, m - n).
@@ -67,7 +67,7 @@ def relative_position_matrix(
 
 
 def bloch_state(law: Definition, position: Tensor, plane: int = 0) -> Complex128[Tensor, "... 2"]:
-    """(α, β) of eq. 1 for a token: e^{iθ} (cos(φ/2) |0> + sin(φ/2) |1>) with θ = m θ_l, φ/2 = φ_j, θ_1 = 0."""
+    """Return (α, β) of eq. 1: e^{iθ} (cos(φ/2) |0> + sin(φ/2) |1>) with θ = m θ_l, φ/2 = φ_j, θ_1 = 0."""
     m, j = position % law.chunk_in_use, position // law.chunk_in_use
     theta = law.frequencies()[whole("plane", plane, least=0, most=law.rotary.pairs - 1)] * m
     phi = law.phi_base ** -j.to(torch.float64)
@@ -81,7 +81,7 @@ def bloch_vector(
     *,
     longitude: Literal["relative", "global"] = "relative",
 ) -> Float64[Tensor, "... 3"]:
-    """The token's point on the unit sphere.
+    """Return the token's point on the unit sphere.
 
     `relative` is the Bloch sphere itself, whose longitude is θ_1: the global phase, and with it the token's
     offset m, does not show. `global` draws m θ_l as the longitude, as the paper's Figure 1 (b) does.

@@ -11,7 +11,7 @@ from rpe3d.geometry.region import Region
 
 
 def used_length(pretrained: int) -> int:
-    """5/8 of the pretrained length: real models use less context than they were trained with (docs/log.md)."""
+    """Return 5/8 of the pretrained length: models use less context than they were trained with (docs/log.md)."""
     return max(2, 5 * pretrained // 8)
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from rpe3d import make_law
 from rpe3d.config import ConfigError
-from rpe3d.geometry import Fade, decay_bound, resolution
-from rpe3d.geometry.laws.bounded import bounded_regions
+from rpe3d.geometry import Fade, decay_bound, resolution, saved_law
+from rpe3d.geometry.laws.bounded import FADE, FOCUS, bounded_regions
 
 SLACK = 1e-9  # float64 rounding of positions up to a few million; no fact turns on less
 
@@ -219,17 +219,38 @@ def test_focus_makes_a_crowd_weigh_as_much_as_the_reach_would():
         torch.testing.assert_close(float((together * (1 - eased)).exp()), weight, rtol=1e-11, atol=0)
 
 
-def test_a_reach_of_one_s_own_comes_without_fading():
-    """Then a law is what its three numbers say, as its docstring has it; `fade` is there for the asking."""
-    given = {"pretrained": 8192, "context": 65536, "head_dim": 64, "reach": 5120}
+def test_the_default_reach_and_the_same_reach_given_are_one_law():
+    """One value, one meaning: what far keys weigh by default does not depend on who chose the reach."""
+    given = {"pretrained": 8192, "context": 65536, "head_dim": 64}
     law = make_law("3d-rpe", **given)
-    assert (law.focus, law.fade) == (0.0, 0.0)
-    assert all(region.fade is None for region in make_law("3d-rpe", **given).regions)
-    assert make_law("3d-rpe", **given, fade=0.25).regions[1].fade == Fade(rate=0.25, focus=0.0, span=5120.0)
-    assert make_law("3d-rpe", **given, focus=0.5).regions[1].fade == Fade(rate=0.0, focus=0.5, span=5120.0)
-    for name in ("focus", "fade"):
+    assert make_law("3d-rpe", **given, reach=law.reach) == law
+    assert make_law("3d-rpe", **given, reach=law.reach, window=law.window, chunk=law.chunk) == law
+    for name, other in (("focus", 0.5), ("fade", 0.25)):
+        changed = make_law("3d-rpe", **given, reach=5120, **{name: other})
+        assert {"focus": changed.focus, "fade": changed.fade} == {"focus": FOCUS, "fade": FADE, name: other}
         with pytest.raises(ConfigError, match=name):
             make_law("3d-rpe", **given, **{name: -1})
+    plain = make_law("3d-rpe", **given, reach=5120, focus=0, fade=0)
+    assert all(region.fade is None for region in plain.regions)
+
+
+def test_a_choice_of_far_keys_takes_the_place_of_fading():
+    """What a query does not see needs no fading; whoever wants both says so."""
+    given = {"pretrained": 8192, "context": 65536, "head_dim": 64, "far": 64}
+    for law in (make_law("3d-rpe", **given), make_law("3d-rpe", **given, reach=4096)):
+        assert (law.focus, law.fade) == (0.0, 0.0)
+    assert make_law("3d-rpe", **given, fade=0.125).fade == 0.125
+
+
+def test_files_of_every_version_give_the_law_that_they_were_written_for():
+    """Files name every parameter; those from before `focus` and `fade` existed were laws without them."""
+    given = {"pretrained": 8192, "context": 65536, "head_dim": 64}
+    for law in (make_law("3d-rpe", **given), make_law("3d-rpe", **given, reach=5120, focus=0, fade=0)):
+        assert saved_law(law.to_dict()) == law
+    oldest = {k: v for k, v in law.to_dict().items() if k not in ("focus", "fade", "sinks")}
+    assert saved_law(oldest) == law
+    with pytest.raises(ConfigError, match="law 'mine' is not known"):
+        saved_law({"name": "mine"})
 
 
 def test_the_first_tokens_stand_where_they_did_and_do_not_fade():

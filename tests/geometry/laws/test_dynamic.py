@@ -28,7 +28,7 @@ def test_dynamic_is_stock_rope_up_to_the_pretrained_length():
     assert torch.equal(law.frequencies(PRETRAINED), law_for("rope", 64, 1e4, 1.0).frequencies())
 
 
-def test_dynamic_alone_grows_with_the_text():
+def test_dynamic_grows_with_the_text():
     law = law_for("dynamic", 64, 1e4, 1.0)
     assert law.grows
     assert not torch.equal(law.frequencies(2 * PRETRAINED), law.frequencies(PRETRAINED))

@@ -13,6 +13,9 @@ ORDER = (
     "ntk",
     "dynamic",
     "yarn",
+    "longrope",
+    "cope",
+    "logn",
     "3d-rpe",
     "3d-rpe-definition",
     "3d-rpe-dual-chunk",
@@ -23,6 +26,7 @@ ORDER = (
     "streaming-llm",
     "string",
     "dpe",
+    "lampe",
 )
 """The order in which tables and plots list laws, kinds together; a law that is not here follows, by its name."""
 
@@ -34,6 +38,6 @@ def found() -> dict[str, type[Law]]:
 
 
 def _laws_of(module: str) -> list[type[Law]]:
-    """The laws that a module defines: the classes that have a name of their own."""
+    """Return the laws that a module defines: the classes that have a name of their own."""
     classes = [member for member in vars(import_module(module)).values() if isinstance(member, type)]
     return [one for one in classes if issubclass(one, Law) and one.__module__ == module and "name" in vars(one)]

@@ -11,6 +11,7 @@ has neither.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -35,9 +36,11 @@ class Bounded(Law):
     reach: int = parameter(None, "no pair is shown this relative position or more, R; default half of pretrained")
     focus: float = parameter(
         None,
-        "a query at p > R takes far keys (log p / log R)^focus times sharper; default 2, or 0 if reach or far is given",
+        "a query at p > R takes far keys (log p / log R)^focus times sharper; default 2, or 0 with far",
     )
-    fade: float = parameter(None, "and gives them (R / p)^fade of their weight; default 1/8, or 0 likewise")
+    fade: float = parameter(
+        None, "a query at p > R gives far keys (R / p)^fade of their weight; default 1/8, or 0 with far"
+    )
     sinks: int = parameter(0, "first tokens that do not fade, at most a chunk; `rpe3d tune` tells whether 1 is better")
     far: int = parameter(0, "far blocks that a query sees, chosen by what they are about; 0: all", later=True)
     block: int | None = parameter(
@@ -76,7 +79,7 @@ class Bounded(Law):
             )
         given = {"focus": self.focus, "fade": self.fade}
         far = whole("far", self.far, least=0)
-        default = {"focus": FOCUS, "fade": FADE} if self.reach is None and not far else dict.fromkeys(given, 0.0)
+        default = dict.fromkeys(given, 0.0) if far else {"focus": FOCUS, "fade": FADE}
         weights = {
             name: default[name] if value is None else real(name, value, least=0.0, most=8.0)
             for name, value in given.items()
@@ -87,6 +90,11 @@ class Bounded(Law):
             near = max(n for n in range(1, min(block, chunk) + 1) if chunk % n == 0)
             raise ConfigError(f"block is {block}, which does not divide chunk {chunk}", f"choose block {near}")
         return {"chunk": chunk, "window": window, "reach": reach, **weights, "sinks": sinks, "far": far, "block": block}
+
+    @classmethod
+    def as_saved(cls, own: Mapping[str, Any]) -> dict[str, Any]:
+        """Files from before `focus` and `fade` existed name neither: their far keys weigh what they weigh."""
+        return {"focus": 0.0, "fade": 0.0, **own}
 
     @property
     def regions(self) -> tuple[Region, ...]:
@@ -122,7 +130,7 @@ def bounded_regions(
     sinks: int = 0,
     choice: Choice | None = None,
 ) -> tuple[Region, ...]:
-    """f = (m - n) + c [ r a + (1 - r) min(a, A) ]: the pair's own two coordinates, a = i - j (eq. 5).
+    """Return the regions of f = (m - n) + c [ r a + (1 - r) min(a, A) ]: a pair's two coordinates, a = i - j (eq. 5).
 
     Plain RoPE up to chunk distance A; beyond it a query stands at m + c (r i + (1 - r) A), a key at n + c r j. Far keys
     fade, but for the first `sinks` of all; or a query has a choice of them.

@@ -64,7 +64,7 @@ class Dca(Law):
 
 
 def dual_chunk_regions(chunk: int, window: int, phase: Phase | None = None) -> tuple[Region, ...]:
-    """Dual chunk attention (An et al. 2024, arXiv 2402.17463), with an optional phase on the far pairs.
+    """Return dual chunk attention (An et al. 2024, arXiv 2402.17463), with an optional phase on the far pairs.
 
     Keys stand at n; queries at m for their own chunk, at min(m + c, w) for the previous one, at w for all farther ones.
     Only differences count, and a chunk or two away whole chunks can be added to both sides: so the first two regions
@@ -81,13 +81,13 @@ def dual_chunk_regions(chunk: int, window: int, phase: Phase | None = None) -> t
 
 
 def check_dual_chunk(law: Law, chunk: object, window: object) -> tuple[int, int]:
-    """Chunk and largest shown position as ChunkLlama sets them: w = 3/4 L_p, c = w - L_p / 16."""
+    """Check chunk and largest shown position, by default as ChunkLlama sets them: w = 3/4 L_p, c = w - L_p / 16."""
     largest = max(1, law.pretrained * 3 // 4) if window is None else whole("window", window)
-    if largest >= law.pretrained:
+    if largest > law.pretrained:  # Qwen2.5-1M deploys w = L_p, the first position that it was not trained on
         raise ConfigError(
             f"window is {largest}, but {law.name} shows position {largest} itself and the model has seen "
             f"only {law.pretrained}",
-            f"lower window below {law.pretrained}",
+            f"lower window to at most {law.pretrained}",
         )
     size = max(1, largest - law.pretrained // 16) if chunk is None else whole("chunk", chunk)
     if size > largest:

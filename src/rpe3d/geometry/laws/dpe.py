@@ -1,10 +1,10 @@
 """DPE (Lu et al. 2025, arXiv 2504.18857): Self-Extend with a group of its own for each part of the pairs.
 
 A pair of scale G stands at p div G + w - w div G as a query and at p div G as a key, from distance w on. Scales are
-found for a model by a needle search at the target length; without them this law is Self-Extend. Published for
-Llama-3-8B (8192 positions) at 131072 tokens with window 1024: 4, 4, 2, 16, 32, 32, 16, 128 in the README and in the
-names of the predictions, 2, 8, 2, 8, 32, 32, 32, 4 in the config file. Given scales are not held below the pretrained
-length: the published ones are not, and the search found that some pairs bear it.
+found for a model by a needle search at the target length (`rpe3d tune MODEL --law dpe`); without them this law is
+Self-Extend. Published for Llama-3-8B (8192 positions) at 131072 tokens with window 1024: 4, 4, 2, 16, 32, 32, 16, 128
+in the README and in the names of the predictions, 2, 8, 2, 8, 32, 32, 32, 4 in the config file. Given scales are not
+held below the pretrained length: the published ones are not, and the search found that some pairs bear it.
 
 Two departures. The published `top k` leaves some pairs of each head at their true distance, as a scale of 1 does; a law
 is the same for all heads, so it is not here. In a prompt the published code joins window and far positions by
@@ -65,13 +65,13 @@ class Dpe(Windowed):
         return (self.near, Region(first=window, query=query, key=self._by_scale(lambda scale: Turn(chunk=scale))))
 
     def _by_scale(self, turn: Callable[[int], Turn]) -> Turn:
-        """Each scale's turn for its part of the pairs; parts differ by one pair where they cannot be equal."""
+        """Return each scale's turn for its part of the pairs; parts differ by one pair where they cannot be equal."""
         borders = [self.rotary.pairs * n // len(self.scales) for n in range(len(self.scales) + 1)]
         return by_pair((borders[n + 1] - borders[n], turn(scale)) for n, scale in enumerate(self.scales))
 
 
 def _numbers(given: Any) -> tuple[int, ...]:
-    """Scales from a sequence, or from text as 4-4-2-16."""
+    """Read scales from a sequence, or from text as 4-4-2-16."""
     try:
         items = [int(part) for part in given.split("-")] if isinstance(given, str) else list(given)
     except (TypeError, ValueError):

@@ -43,6 +43,6 @@ class LeakyReRope(Windowed):
 
 
 def leaky_regions(window: int, slope: float) -> tuple[Region, ...]:
-    """f = p_q - p_k below `window`, then window + slope (p_q - p_k - window)."""
+    """Return the regions of f = p_q - p_k below `window`, then window + slope (p_q - p_k - window)."""
     far_query = Turn(stride=slope, start=window * (1 - slope))
     return (Region(last=window - 1), Region(first=window, query=far_query, key=Turn(stride=slope)))

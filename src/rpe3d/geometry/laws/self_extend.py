@@ -48,5 +48,5 @@ class SelfExtend(Windowed):
 
 
 def default_group(pretrained: int, context: int, window: int) -> int:
-    """The fewest tokens that have to share a far position so that all positions stay below `used_length`."""
+    """Return the fewest tokens that have to share a far position so that all positions stay below `used_length`."""
     return math.ceil(context / max(1, used_length(pretrained) - window))
