@@ -19,7 +19,7 @@ import random
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from rpe3d.cli.arguments import size
 from rpe3d.config import ConfigError, choice
 from rpe3d.evaluate.texts import Text, read_texts
 from rpe3d.geometry import Law, make_law
-from rpe3d.geometry.region import Turn
+from rpe3d.geometry.region import Choice, Turn
 from rpe3d.models import facts
 from rpe3d.models.load import load
 from rpe3d.rotation import cos_sin, rotate
@@ -189,16 +189,27 @@ class Study:
     def aimed(self, way: Way, q: Tensor, k: Tensor, far: Tensor) -> Tensor:
         """Return the score of each block [g, t, m] as `rpe3d.geometry.region.Choice` defines it."""
         assert way.aim is not None
-        pooled, means = self.bare(way, k, far.shape[1])
-        centre = far.to(means.dtype) @ means / far.sum(-1, keepdim=True)
+        pooled, keys = self.bare_keys(replace(way, centred=False), k)
+        first = min(Choice(most=1, size=1).centre, self.law.chunk)
+        centre = keys[:, :first].mean(1, keepdim=True)
+        sums = torch.nn.functional.pad(keys.double().cumsum(1), (0, 0, 1, 0))
+        begin = (torch.arange(far.shape[1], device=k.device) * way.block - way.lead).clamp(min=0)
+        end = torch.arange(far.shape[1], device=k.device) * way.block - way.lead + (way.wide or way.block)
+        means = ((sums[:, end] - sums[:, begin]) / (end - begin)[:, None]).float()
         wish = self.turned(q, self.start + self.within, BARE).mean(1)
-        weight = sum(WITNESS**i for i in range(WITNESSES))
+        weight = sum(way.decay**i for i in range(WITNESSES))
         aim = normalize(pooled - weight * centre, dim=-1) + way.aim * normalize(wish, dim=-1)
-        along = aim @ means.mT - (aim * centre).sum(-1, keepdim=True)
-        return along / torch.cdist(centre, means)
+        summary = normalize(means - centre, dim=-1)
+        level = (aim.bfloat16().double() @ summary.bfloat16().double().mT / Choice.STEP + 0.5).floor()
+        return level + torch.arange(far.shape[1], device=k.device) / (2 * far.shape[1])  # of two alike the nearer
 
     def bare(self, way: Way, k: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
         """Return the sum of the last keys at each token, and the mean key of each block, without positions."""
+        pooled, keys = self.bare_keys(way, k)
+        return pooled, keys[:, : blocks * way.block].unflatten(1, (-1, way.block)).mean(2)
+
+    def bare_keys(self, way: Way, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sum of the last keys at each token, and all keys, without positions."""
         start, within = self.start, self.within
         place = torch.cat([torch.arange(start, device=k.device), start + within])
         bare = self.turned(k, place, BARE)
@@ -207,8 +218,8 @@ class Study:
         token = torch.arange(len(within), device=k.device)
         # The last keys are the probe's own, and before its beginning those at the end of the prefix.
         last = [start + torch.where(within >= i, token, within) - i for i in range(WITNESSES)]
-        pooled = torch.stack([WITNESS**i * bare[:, index] for i, index in enumerate(last)]).sum(0)
-        return pooled, bare[:, : blocks * way.block].unflatten(1, (-1, way.block)).mean(2)
+        pooled = torch.stack([way.decay**i * bare[:, index] for i, index in enumerate(last)]).sum(0)
+        return pooled, bare
 
     def first_and_best(self, way: Way, votes: Tensor) -> Tensor:
         """Return which blocks are chosen [g, t, m]: the first, and those with the most votes."""

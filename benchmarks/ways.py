@@ -24,7 +24,10 @@ class Way:
     z: float = 0.0  # weight of the last keys' likeness to a block, in standard deviations
     cosine: float = 0.0  # the same, as a cosine
     alone: bool = False  # choose by that likeness alone
-    aim: float | None = None  # choose by a cosine with the last keys and this much of the mean query (0.5: `Choice`)
+    aim: float | None = None  # choose by a cosine with the last keys and this much of the mean query
+    lead: int = 0  # with `aim`: keys before a block with which its summary begins (8 of 24: `Choice`)
+    wide: int = 0  # and how many keys it has; 0: those of the block
+    decay: float = 0.9  # with `aim`: the weight of one of the last keys against that of the next
     centred: bool = True  # take the mean key out of it
     faded: bool = False  # fade far keys as the law does
 
@@ -41,11 +44,16 @@ class Way:
             f"witness cosine {self.cosine:g}": self.cosine,
             "witness alone": self.alone,
             f"aim {self.aim}": self.aim is not None,
+            f"lead {self.lead} of {self.wide or self.block}": self.lead,
+            f"decay {self.decay:g}": self.decay != 0.9,
             "uncentred": not self.centred,
             "faded": self.faded,
         }
         first = f"{self.summary if self.keys else 'first'} of {self.block}" if self.summary else "all keys"
         return " + ".join([first, *(text for text, true in said.items() if true)])
+
+
+LEADS = ((4, 16), (8, 16), (8, 24), (12, 24), (16, 32))
 
 
 def ways() -> dict[str, Way]:
@@ -71,6 +79,10 @@ def ways() -> dict[str, Way]:
     made += [Way(summary="mean", block=16, z=2, centred=False), Way(summary="max", z=2)]
     made += [Way(summary="mean", block=16, aim=aim) for aim in (0.0, 0.25, 0.5, 1.0, 2.0)]
     made += [Way(summary="mean", block=16, aim=0.5, keys=keys) for keys in (0.5, 2)]
+    made += [Way(summary="mean", block=16, aim=0.5, lead=a, wide=b) for a, b in LEADS]
+    made += [Way(summary="mean", block=16, aim=0.5, lead=8, wide=24, decay=decay) for decay in (0.8, 0.95)]
+    made += [Way(summary="mean", block=16, aim=0.5, lead=8, wide=24, keys=keys) for keys in (0.5, 2)]
+    made += [Way(summary="mean", block=16, aim=aim, lead=8, wide=24) for aim in (0.25, 1.0)]
     made += [Way(summary="mean", block=32, aim=0.5), Way(summary="mean", block=16, aim=0.5, faded=True)]
     made += [Way(summary="mean", block=8, agree=8), Way(summary="max", agree=8), Way(summary="max", z=2, faded=True)]
     return {way.name: way for way in made}

@@ -28,6 +28,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "streaming-llm": {"window": 37, "sinks": 4},
     "string": {"shift": 50, "local": 5},
     "dpe": {"window": 12, "scales": (3, 16, 1, 40)},
+    "lampe": {"head": 12, "mapped": 40, "length": 130, "tail": 9},
 }
 """Parameters with which some 150 tokens hold every region of a law, with borders inside tiles."""
 
@@ -67,8 +68,11 @@ def in_float64(x: Problem) -> Problem:
     return replace(x, q=x.q.double(), k=x.k.double().nan_to_num(), v=x.v.double().nan_to_num())
 
 
-def eager(x: Problem) -> tuple[Tensor, Tensor]:
-    """Return what one would write without a kernel, in the type of q: rotate, attend as Hugging Face does eagerly."""
+def eager(x: Problem, choosers: reference.Choosers | None = None) -> tuple[Tensor, Tensor]:
+    """Return what one would write without a kernel, in the type of q: rotate, attend as Hugging Face does eagerly.
+
+    choosers: who say what queries choose, where that is not the specification.
+    """
     group = x.q.shape[1] // x.k.shape[1]
     k, v = (y.nan_to_num().repeat_interleave(group, 1) for y in (x.k, x.v))
     query, key = x.positions()
@@ -83,17 +87,17 @@ def eager(x: Problem) -> tuple[Tensor, Tensor]:
         scores = torch.where(region.contains(*pairs)[:, None], here, scores)
     if x.softcap is not None:
         scores = x.softcap * torch.tanh(scores / x.softcap)
-    seen = reference.visible(x)
+    seen = reference.visible(x)[:, None] & reference.chosen(x, choosers)
     for region in x.law.regions:
         if region.fade is not None:
-            far = (region.contains(*pairs) & seen)[:, None]
+            far = region.contains(*pairs)[:, None] & seen
             sharpness, loss = (
                 y.float()[:, None, :, None] for y in (region.fade.sharpness(query), region.fade.loss(query))
             )
             sharp = (scores * sharpness).masked_fill(~far, torch.finfo(scores.dtype).min)
             weight = sharp.logsumexp(-1, keepdim=True) / sharpness - loss
             scores = torch.where(far, sharp.log_softmax(-1) + weight, scores).to(x.q.dtype)
-    scores = scores.masked_fill(~seen[:, None], torch.finfo(scores.dtype).min)
+    scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
     if x.sinks is not None:
         sink = x.sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sink], -1)
@@ -101,21 +105,24 @@ def eager(x: Problem) -> tuple[Tensor, Tensor]:
     return weights[..., : v.shape[2]] @ v, scores.float().logsumexp(-1)
 
 
-def assert_as_good(x: Problem, out: Tensor, lse: Tensor, *, kernel: bool = True) -> None:
+def assert_as_good(
+    x: Problem, out: Tensor, lse: Tensor, *, kernel: bool = True, choosers: reference.Choosers | None = None
+) -> None:
     """Assert that an implementation is as good as the eager path.
 
     Rounding is two units in the last place of the largest result, one for each product. Triton's interpreter does not
     round to bf16 but cuts off, which shifts all scores one way: there the log-sum-exp is held to the precision of q.
-    kernel: False for library calls and plain PyTorch, which are held to one unit, and to no cutting off.
+    kernel: False for library calls and plain PyTorch, which are held to one unit, and to no cutting off. choosers: who
+    say what queries choose, where that is not the specification.
     """
     assert out.shape == (*x.q.shape[:3], x.v.shape[3])
     assert out.dtype == x.q.dtype
     assert lse.dtype == torch.promote_types(x.q.dtype, torch.float32)
-    truths = reference.attend(in_float64(x))
+    truths = reference.attend(in_float64(x), choosers)
     sees = truths[1] > -torch.inf
     assert (out[~sees] == 0).all()
     assert (lse[~sees] == -torch.inf).all()
-    for ours, truth, plain in zip((out, lse), truths, eager(x), strict=True):
+    for ours, truth, plain in zip((out, lse), truths, eager(x, choosers), strict=True):
         truth = truth[sees]
         error, eager_error = ((y[sees].double() - truth).abs().max() for y in (ours, plain))
         cut = kernel and x.q.dtype == torch.bfloat16 and not x.q.is_cuda

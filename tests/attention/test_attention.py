@@ -51,7 +51,7 @@ def test_the_specification_is_the_softmax_of_the_law_s_own_angles(name, turned):
     q, k, v = vectors(law, b=1, h=2, g=2)
     position = torch.arange(TOKENS)
     out, lse = attention(*stock(q, k, law), v, law, rotated=True) if turned else attention(q, k, v, law)
-    length = TOKENS if name == "dynamic" else None
+    length = TOKENS if law.grows else None
     angles = law.relative_angles(position[:, None], position[None, :], length)
     complexes = [torch.complex(x[..., :8], x[..., 8:]) for x in (q, k)]
     product = complexes[0][:, :, :, None] * complexes[1][:, :, None].conj()
@@ -65,6 +65,10 @@ def test_the_specification_is_the_softmax_of_the_law_s_own_angles(name, turned):
         sharp = torch.where(far, weights, 0.0) ** tau
         total = sharp.sum(-1, keepdim=True)
         weights = torch.where(far, sharp / total * total ** (1 / tau) * ((64 / p) ** 0.75)[:, None], weights)
+    if name == "logn":
+        tau = (position.double().clamp(min=64).log() / math.log(64))[:, None]
+        sharp = weights**tau
+        weights = sharp * sharp.sum(-1, keepdim=True) ** (1 / tau - 1)
     torch.testing.assert_close(out, weights / weights.sum(-1, keepdim=True) @ v, rtol=0, atol=1e-11)
     torch.testing.assert_close(lse, weights.sum(-1).log(), rtol=0, atol=1e-11)
 
@@ -74,7 +78,7 @@ def stock(q, k, law, queries=None, keys=None):
     turned = []
     for x, p in ((q, queries), (k, keys)):
         p = torch.arange(x.shape[2]) if p is None else p
-        length = k.shape[2] if law.name == "dynamic" else None
+        length = k.shape[2] if law.grows else None
         angles = p[..., None].double() * law.frequencies(length)
         tables = cos_sin(angles, scaling=law.attention_scaling, dtype=torch.promote_types(x.dtype, torch.float32))
         turned.append(rotate(x, None, *tables, interleaved=law.rotary.interleaved, impl="reference")[0])
@@ -91,7 +95,7 @@ def test_blocked_attention_is_as_good_as_eager(name, dtype, turned):
 
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 31, 32, 33, 40, 41, 42, 48, 49, 55, 64, 65, 68, 69, 150])
 @pytest.mark.parametrize(
-    "name", ["3d-rpe", "dca", "self-extend", "streaming-llm", "3d-rpe-dual-chunk", "string", "dpe"]
+    "name", ["3d-rpe", "dca", "self-extend", "streaming-llm", "3d-rpe-dual-chunk", "string", "dpe", "lampe"]
 )
 def test_blocked_attention_holds_at_every_alignment(name, length, poisoned):
     """Length 1, one chunk, one more, and every place where a window or a block can end."""
@@ -144,6 +148,7 @@ def test_blocks_of_rows_and_slabs_of_keys_change_nothing(name, parameters, rows,
     weight = torch.randn(1, 6, 200, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     task = Task(
         law=law,
+        regions=law.regions,
         queries=range(200),
         keys=range(200),
         frequencies=law.frequencies(),
@@ -201,11 +206,11 @@ def test_gradients_in_float32_are_as_good_as_the_eager_path_s(name):
 @pytest.mark.parametrize("impl", ["reference", "blocked", "auto"])
 @pytest.mark.parametrize("name", laws())
 def test_prefill_in_pieces_and_token_by_token_equals_one_forward(name, impl):
-    """Facts 3: keys depend on their own position alone. Dynamic NTK alone changes its frequencies on the way."""
+    """Facts 3: keys depend on their own position alone. Laws that grow change their frequencies on the way."""
     law = law_for(name)
     q, k, v = vectors(law)
-    if name == "dynamic":
-        pytest.skip("dynamic NTK turns old keys anew as the text grows; its cache is the model layer's concern")
+    if law.grows:
+        pytest.skip("it turns old keys anew as the text grows; its cache is the model layer's concern")
     q, k = stock(q, k, law)
     whole, whole_lse = attention(q, k, v, law, rotated=True, impl="reference")
     outs, lses = [], []

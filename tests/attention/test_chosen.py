@@ -36,6 +36,12 @@ def as_planes(x, positions, law, sign):
     return z * np.exp(1j * sign * np.outer(positions, theta))
 
 
+def in_bfloat16(z):
+    """Complex numbers whose parts have the precision of bfloat16."""
+    parts = torch.from_numpy(np.stack([z.real, z.imag])).bfloat16().double().numpy()
+    return parts[0] + 1j * parts[1]
+
+
 def by_hand(x, b=0):
     """Attention of sequence b by the definitions of `Choice` and of the law, a query and a key at a time."""
     law, choice = x.law, x.law.regions[-1].choice
@@ -53,13 +59,14 @@ def by_hand(x, b=0):
             count = first_near // BLOCK
             picked = set(range(count))
             if count > choice.most:
-                means = np.stack([keys[i * BLOCK : (i + 1) * BLOCK].mean(0) for i in range(count)])
-                centre = means.mean(0)
+                centre = keys[:CHUNK].mean(0)
+                begins = [max(0, i * BLOCK - BLOCK // 2) for i in range(count)]
+                means = [keys[a : (i + 1) * BLOCK].mean(0) - centre for i, a in enumerate(begins)]
                 w = sum(0.9**i * (keys[p - i] - centre) for i in range(16) if p >= i)
                 heads = range(group * (h // g), (group + 1) * (h // g))
                 wish = np.mean([as_planes(q[i][row : row + 1], [p], law, -1)[0] for i in heads], axis=0)
-                u = w / np.linalg.norm(w) + 0.5 * wish / np.linalg.norm(wish)
-                score = [np.vdot(m - centre, u).real / np.linalg.norm(m - centre) for m in means]
+                aim = in_bfloat16(w / np.linalg.norm(w) + wish / np.linalg.norm(wish))
+                score = [np.floor(np.vdot(in_bfloat16(m / np.linalg.norm(m)), aim).real * 2**14 + 0.5) for m in means]
                 order = sorted(range(1, count), key=lambda i: (-score[i], -i))
                 picked = {0, *order[: choice.most - 1]}
             blocks[group, row] = picked
@@ -88,9 +95,9 @@ def test_it_is_its_definition(far):
 @pytest.mark.parametrize("faded", [{}, {"focus": 1.5, "fade": 0.5, "sinks": 2}])
 @pytest.mark.parametrize("impl", ["auto", "reference", "blocked"])
 def test_every_implementation_makes_the_same_choice(impl, rotated, faded, monkeypatch):
-    from rpe3d.attention import chosen
+    from rpe3d.attention.chosen import tiles
 
-    monkeypatch.setattr(chosen, "SCORES", 40 * 4 * 300)  # tiles of 40, which end anywhere in a chunk
+    monkeypatch.setattr(tiles, "SCORES", 40 * 4 * 300)  # tiles of 40, which end anywhere in a chunk
     x = replace(problem(choosing(**faded), n=300), rotated=rotated)
     truth = reference.attend(x)
     for queries in (range(300), range(299, 300), range(240, 250), range(170, 300)):
@@ -144,18 +151,18 @@ def test_steps_and_pieces_with_a_cache_are_the_whole_prompt():
 
 
 def test_tiles_keep_no_more_than_there_is_room_for(monkeypatch):
-    from rpe3d.attention import chosen
+    from rpe3d.attention.chosen import tiles
 
-    monkeypatch.setattr(chosen, "SCORES", 40 * 4 * 300)
+    monkeypatch.setattr(tiles, "SCORES", 40 * 4 * 300)
     x = problem(choosing(), n=300)
     truth = reference.attend(x)[0]
-    for room, least, most in ((chosen.KEPT, 8, 8), (300000, 1, 7), (0, 0, 0)):
-        monkeypatch.setattr(chosen, "KEPT", room)
-        tiles = chosen.prepare(x)
+    for room, least, most in ((tiles.KEPT, 8, 8), (300000, 1, 7), (0, 0, 0)):
+        monkeypatch.setattr(tiles, "KEPT", room)
+        made = tiles.Tiles(x)
         for _ in range(2):
-            torch.testing.assert_close(tiles(x.q, x.k, x.v, None)[0], truth, rtol=0, atol=1e-12)
-        assert least <= len(tiles.steps) <= most
-        assert sum(step.nbytes() for step in tiles.steps.values()) <= room
+            torch.testing.assert_close(made(x.q, x.k, x.v, None)[0], truth, rtol=0, atol=1e-12)
+        assert least <= len(made.steps) <= most
+        assert sum(step.nbytes() for step in made.steps.values()) <= room
 
 
 def test_padding_on_either_side_changes_nothing():

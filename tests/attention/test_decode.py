@@ -27,6 +27,9 @@ LAWS = (
     "ntk",
     "dynamic",
     "yarn",
+    "longrope",
+    "cope",
+    "logn",
     "3d-rpe",
     "3d-rpe-definition",
     "3d-rpe-dual-chunk",
@@ -67,13 +70,13 @@ def run(request):
 
 
 @pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("name", ["rope", *CHUNKED, "streaming-llm"])
+@pytest.mark.parametrize("name", ["rope", "logn", *CHUNKED, "streaming-llm"])
 def test_one_query_sees_its_cache_as_the_law_says(name, splits, device, run):
     x = problem(law_for(name), device)
     assert_as_good(x, *run(x, splits))
 
 
-@pytest.mark.parametrize("name", ["linear", "ntk", "dynamic", "yarn"])
+@pytest.mark.parametrize("name", ["linear", "ntk", "dynamic", "yarn", "longrope", "cope"])
 def test_laws_that_change_frequencies_alone_are_plain_attention(name, device, run):
     x = problem(law_for(name), device)
     assert lowering.plan(x.law).turning == (False,)

@@ -11,6 +11,8 @@ from rpe3d.attention.merge import kernel as merge_kernel
 from rpe3d.rotation import table_kernel
 from rpe3d.rotation.table import plain, table
 
+FLOAT = torch.float32
+
 
 @pytest.mark.parametrize("first", [0, 13, 999_983])
 @pytest.mark.parametrize("name", laws())
@@ -21,7 +23,8 @@ def test_the_table_kernel_is_as_exact_as_float32_can_be(name, first, device):
     positions = range(first, first + 37)
     for turn in {region.query for region in law.regions} | {region.key for region in law.regions}:
         exact = plain(turn, positions, theta, torch.float64)
-        for got, truth in zip(table_kernel.table(turn, positions, theta), exact, strict=True):
+        made = table_kernel.table(turn, positions, theta) if turn.in_numbers else table(turn, positions, theta, FLOAT)
+        for got, truth in zip(made, exact, strict=True):
             assert got.dtype == torch.float32
             torch.testing.assert_close(got.double(), truth, rtol=0, atol=4e-7)
 

@@ -155,7 +155,7 @@ def test_far_keys_fade(options, focus, device):
     x = problem(law, device, t=60, s=200, **options)
     for ours, truth in zip(run(x, block_m=32), reference.attend(in_float64(x)), strict=True):
         torch.testing.assert_close(ours.double(), truth, rtol=0, atol=3e-6)
-    without = run(replace(x, law=law_for("3d-rpe", reach=50)), block_m=32)
+    without = run(replace(x, law=law_for("3d-rpe", reach=50, focus=0, fade=0)), block_m=32)
     assert (without[1] - run(x)[1]).min() > 0.1
 
 

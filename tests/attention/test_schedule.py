@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from rpe3d import laws, make_law
 from rpe3d.attention.blocked.schedule import schedule, skipping
 from rpe3d.attention.problem import placed
+from rpe3d.geometry import Region
 from rpe3d.train.pose import skipped_positions
 
 
@@ -64,7 +65,7 @@ def covered(blocks, queries, keys):
 def test_every_visible_pair_is_in_exactly_one_call(name, length, start, rows, pretrained, window, sinks):
     """Any law, any part of the queries against all keys so far, any block size."""
     start = min(start, length - 1)
-    mine = {"chunk": 3, "window": window, "reach": window + 3, "fade": 0.5, "sinks": sinks}
+    mine = {"chunk": 3, "window": window, "reach": window + 3, "focus": 0, "fade": 0.5, "sinks": sinks}
     chunks = {"3d-rpe": mine} if 0 < window <= pretrained - 3 else {}
     context = pretrained if name == "string" else 200
     law = make_law(name, pretrained=pretrained, context=context, head_dim=4, **chunks.get(name, {}))
@@ -80,6 +81,26 @@ def test_every_visible_pair_is_in_exactly_one_call(name, length, start, rows, pr
     assert torch.equal(region, expected)
 
 
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sets(st.integers(1, 180), min_size=1, max_size=3),
+    st.integers(1, 170),
+    st.integers(0, 169),
+    st.sampled_from([1, 7, 32, 1000]),
+)
+def test_bands_of_distances_may_have_two_ends(cuts, length, start, rows):
+    """As the middle of LaMPE has, between its head and its tail."""
+    firsts, lasts = [None, *sorted(cuts)], [*(cut - 1 for cut in sorted(cuts)), None]
+    regions = tuple(Region(first=first, last=last) for first, last in zip(firsts, lasts, strict=True))
+    queries, keys = range(min(start, length - 1), length), range(length)
+    times, region = covered(schedule(regions, queries, keys, rows), queries, keys)
+    p = torch.arange(length)
+    expected = torch.bucketize(p[:, None] - p, torch.tensor(sorted(cuts)), right=True)
+    expected[(p[:, None] < p) | (p < queries.start)[:, None]] = -1
+    assert torch.equal(times, (expected >= 0).long())
+    assert torch.equal(region, expected)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from(["3d-rpe", "dca", "3d-rpe-dual-chunk", "3d-rpe-definition"]),
@@ -89,7 +110,7 @@ def test_every_visible_pair_is_in_exactly_one_call(name, length, start, rows, pr
     st.randoms(),
 )
 def test_every_visible_pair_of_skipped_positions_is_in_exactly_one_call(name, length, parts, sinks, draw):
-    mine = {"chunk": 3, "window": 9, "reach": 16, "fade": 0.5, "sinks": sinks} if name == "3d-rpe" else {}
+    mine = {"chunk": 3, "window": 9, "reach": 16, "focus": 0, "fade": 0.5, "sinks": sinks} if name == "3d-rpe" else {}
     law = make_law(name, pretrained=24, context=400, head_dim=4, **mine)
     p = torch.tensor([skipped_positions(length, 400, parts, draw) for _ in range(2)])
     sequences = placed(p, None).places or ((range(length),),) * 2

@@ -15,7 +15,7 @@ from rpe3d.testing import assert_as_good, assert_gradients_as_good, in_float64, 
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 LIBRARIES = ("cudnn", "flash", "efficient")
-LAWS = ("rope", "3d-rpe", "dca", "self-extend", "streaming-llm", "string", "dpe")
+LAWS = ("rope", "3d-rpe", "dca", "self-extend", "streaming-llm", "string", "dpe", "lampe", "logn")
 DTYPES = {"cudnn": (torch.bfloat16, torch.float16), "flash": (torch.bfloat16, torch.float16)}
 DTYPES |= {"efficient": (torch.bfloat16, torch.float32)}
 
@@ -129,7 +129,7 @@ def models():
     torch.manual_seed(0)
     one = LlamaForCausalLM(config).eval()
     other = copy.deepcopy(one).cuda()
-    return [rpe3d.extend(model, context=512, chunk=16, window=32, reach=64) for model in (one, other)]
+    return [rpe3d.extend(model, context=512, chunk=16, window=32, reach=64, focus=0, fade=0) for model in (one, other)]
 
 
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # static caches are compiled
@@ -172,3 +172,82 @@ def test_a_problem_without_its_vectors_holds_none():
     hollow = x.hollow()
     x = replace(x, q=hollow.q, k=hollow.k, v=hollow.v)
     assert torch.cuda.memory_allocated() < before
+
+
+CHOOSING = {"chunk": 32, "window": 64, "reach": 160, "focus": 0, "fade": 0, "far": 5, "block": 16}
+
+
+def choosing_model():
+    from tiny_models import make
+
+    model = make("llama", max_position_embeddings=256, num_hidden_layers=1).cuda()
+    return rpe3d.extend(model, "3d-rpe", context=4096, **CHOOSING)
+
+
+def assert_mostly_close(found, truth):
+    """One token in ten may have chosen another block that scores the same to rounding."""
+    apart = (found - truth).abs().amax(-1).flatten() / truth.abs().max()
+    assert apart.quantile(0.9) < 1e-4, apart
+
+
+def test_a_model_whose_queries_choose_decodes_what_it_reads():
+    """Prompt and steps by their kernels: a growing cache, pieces, a crop, another text, a reordered batch.
+
+    In a model of one layer, where a key tells nothing of the text before it.
+    """
+    model = choosing_model()
+    ids = torch.randint(3, 97, (2, 420), generator=torch.Generator().manual_seed(0)).cuda()
+    with torch.no_grad():
+        truth = model(ids).logits
+        assert_mostly_close(model.cpu()(ids.cpu()).logits.cuda(), truth)
+        model.cuda()
+        cache = model(ids[:, :300]).past_key_values
+        found = [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(300, 340)]
+        assert_mostly_close(torch.cat(found, 1), truth[:, 300:340])
+        found = [model(ids[:, i : i + 5], past_key_values=cache).logits for i in range(340, 360, 5)]
+        assert_mostly_close(torch.cat(found, 1), truth[:, 340:360])
+        model(ids[:, :40].flip(1), past_key_values=cache)  # another text, thrown away
+        cache.crop(-140)
+        found = [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(260, 290)]
+        assert_mostly_close(torch.cat(found, 1), truth[:, 260:290])
+        cache.reorder_cache(torch.tensor([1, 0], device="cuda"))
+        found = [model(ids[:, i : i + 1].flip(0), past_key_values=cache).logits for i in range(290, 310)]
+        assert_mostly_close(torch.cat(found, 1), truth[:, 290:310].flip(0))
+
+
+def test_a_chosen_step_is_captured_and_replayed_on_new_keys():
+    """The grid depends on the size of the cache alone, and summaries are checked against keys on the device."""
+    from rpe3d.attention import Memory
+    from rpe3d.attention.chosen.step import Step
+
+    law = small_law("3d-rpe", pretrained=256, context=4096, head_dim=64, sinks=0, **CHOOSING)
+    x = random_problem(law, "cuda", t=1, s=400, dtype=torch.bfloat16)
+    assert explain(x) == ("decode", Step.reason)
+    step, memory = Step(x), Memory()
+    step(x.q, x.k, x.v, None, memory)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step(x.q, x.k, x.v, None, memory)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            out, lse = step(x.q, x.k, x.v, None, memory)
+    for _ in range(3):
+        for y in (x.q, x.k, x.v):
+            y.copy_(torch.randn_like(y))
+        graph.replay()
+        torch.cuda.synchronize()
+        fresh, fresh_lse = step(x.q, x.k, x.v, None, Memory())
+        assert torch.equal(out, fresh)
+        assert torch.equal(lse, fresh_lse)
+
+
+def test_a_prompt_whose_queries_choose_goes_through_kernels():
+    law = small_law("3d-rpe", pretrained=256, context=4096, head_dim=64, sinks=0, **CHOOSING)
+    x = random_problem(law, "cuda", t=500, s=500, dtype=torch.bfloat16)
+    assert explain(x)[0] == "chosen"
+    out, lse = attention(x.q, x.k, x.v, law, rotated=True)
+    truth, truth_lse = reference.attend(in_float64(x))
+    apart = (out.double() - truth).norm(dim=-1) / truth.norm(dim=-1)
+    assert apart.quantile(0.99) < 0.02
+    assert (lse.double() - truth_lse).abs().quantile(0.99) < 0.02

@@ -90,7 +90,9 @@ def test_the_way_that_ships_is_the_law_s_own_choice(choosing):
     study = choosing.Study(tiny(512, num_hidden_layers=1), dense)
     study.read(drawn(1, PREFIX))
     model = extend(tiny(512, num_hidden_layers=1), "3d-rpe", context=2048, **own, far=16, block=16)
-    for probe, (each, _) in zip(probes(), study.nats(probes(), choosing.WAYS["mean of 16 + aim 0.5"]), strict=True):
+    for probe, (each, _) in zip(
+        probes(), study.nats(probes(), choosing.WAYS["mean of 16 + aim 1.0 + lead 8 of 24"]), strict=True
+    ):
         with torch.no_grad():
             logits = model(torch.tensor([drawn(1, PREFIX) + probe])).logits[0, PREFIX:-1]
         want = torch.nn.functional.cross_entropy(logits, torch.tensor(probe[1:]), reduction="none")
@@ -119,7 +121,7 @@ def test_ways_differ_from_every_key_and_from_each_other(choosing, study):
         "sub4 of 32 + pool 4",
         "mean of 16 + witness cosine 10",
         "sub4 of 32 + witness z 2",
-        "mean of 16 + aim 0.5",
+        "mean of 16 + aim 1.0 + lead 8 of 24",
     ],
 )
 def test_no_token_depends_on_a_later_one(choosing, study, name):

@@ -19,10 +19,11 @@ from torch import Tensor
 
 from rpe3d.attention import operator, reference
 from rpe3d.attention.choose import IMPLS, Decision, choose, explain
+from rpe3d.attention.chosen.memory import Memory, Remembers
 from rpe3d.attention.problem import Positions, Prepared, Problem, check
 from rpe3d.geometry import Law
 
-__all__ = ["IMPLS", "Problem", "Shared", "attention", "explain", "reference"]
+__all__ = ["IMPLS", "Memory", "Problem", "Shared", "attention", "explain", "reference"]
 
 
 def attention(
@@ -41,6 +42,7 @@ def attention(
     rotated: bool = False,
     impl: str = "auto",
     backend: str | None = None,
+    memory: Memory | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return causal attention under a law: the output [b, h, t, e] and the log-sum-exp [b, h, t] of every row.
 
@@ -49,7 +51,8 @@ def attention(
     by tanh; `sinks` is one logit per head that joins the denominator. With `rotated` q and k have been rotated by the
     model's own RoPE, as a Hugging Face cache holds them. impl: "auto", "reference", "blocked", or forward only
     "prefill", "decode" and "chosen"; `explain` says what "auto" would take, and why. backend: the library behind
-    "blocked".
+    "blocked". memory: of the cache that holds these keys, where queries choose their far keys: what a decoding step
+    finds out about a block, the next need not.
     """
     given: dict[str, Any] = {
         "query_positions": query_positions,
@@ -62,15 +65,26 @@ def attention(
     }
     if torch.compiler.is_compiling() and not (torch.is_grad_enabled() and _any_requires_grad(q, k, v, sinks)):
         return operator.call(q, k, v, sinks, law, impl, backend, **given)
-    out, lse = run(check(q, k, v, law, sinks=sinks, **given), impl, backend)
+    out, lse = run(check(q, k, v, law, sinks=sinks, **given), impl, backend, memory)
     return out, lse
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def run(problem: Problem, impl: str = "auto", backend: str | None = None) -> tuple[Tensor, Tensor]:
+def run(
+    problem: Problem, impl: str = "auto", backend: str | None = None, memory: Memory | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the solution of a problem, by the implementation asked for."""
     chosen: Decision = choose(problem, impl, backend)
-    return chosen.prepared(problem.q, problem.k, problem.v, problem.sinks)
+    return solve(chosen.prepared, problem.q, problem.k, problem.v, problem.sinks, memory)
+
+
+def solve(
+    prepared: Prepared, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, memory: Memory | None
+) -> tuple[Tensor, Tensor]:
+    """Return the output of a prepared problem, which may remember what it knows of a cache."""
+    if memory is not None and isinstance(prepared, Remembers):
+        return prepared(q, k, v, sinks, memory)
+    return prepared(q, k, v, sinks)
 
 
 class Shared:
@@ -93,6 +107,7 @@ class Shared:
         sinks: Tensor | None = None,
         scale: float | None = None,
         softcap: float | None = None,
+        memory: Memory | None = None,
         **given: Any,
     ) -> tuple[Tensor, Tensor]:
         """Return `attention` of these vectors; positions and masks must be those of the first call."""
@@ -103,7 +118,7 @@ class Shared:
         if found is None:  # with the law, which the key names by its address
             problem = check(q, k, v, law, sinks=sinks, scale=scale, softcap=softcap, **given)
             found = self.made[kind] = law, choose(problem).prepared
-        return found[1](q, k, v, sinks)
+        return solve(found[1], q, k, v, sinks, memory)
 
 
 def _any_requires_grad(*tensors: Tensor | None) -> bool:

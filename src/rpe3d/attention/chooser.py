@@ -1,8 +1,9 @@
-"""Which far blocks of keys a query sees, where a law gives it a `Choice`.
+"""Which far blocks of keys a query sees, where a law gives it a `Choice`: the specification, for any positions.
 
 A `Chooser` has looked at the keys of a problem; asked about queries, it says which blocks each of them chooses. All of
-it is in float64, so that the choice does not depend on the order of sums, and without gradients: attention is exact for
-the choice that was made, and the choice itself is not differentiated.
+it is without gradients: attention is exact for the choice that was made, and the choice itself is not differentiated.
+Sums are in float32, or in float64 for vectors in float64; what is compared is rounded more coarsely than either, so
+that the order of sums does not choose.
 """
 
 from __future__ import annotations
@@ -10,9 +11,8 @@ from __future__ import annotations
 from functools import cached_property
 
 import torch
-from jaxtyping import Bool, Float, Float64, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn.functional import normalize
 
 from rpe3d.attention.problem import Problem
 from rpe3d.config import ConfigError
@@ -20,12 +20,12 @@ from rpe3d.geometry import Region
 from rpe3d.geometry.region import STOCK, Choice
 from rpe3d.rotation import cos_sin, rotate
 
-ALIKE = 1e-6
-"""Scores this close are the same, and a block this much like the mean of all, of its own length, is it."""
+ALIKE = 1e-5
+"""A difference of two vectors that is shorter than this part of the first is rounding, and has no direction."""
 
 
 class Chooser:
-    """The keys of a problem as a region's choice sees them: bare of positions, and the mean of every block."""
+    """The keys of a problem as a region's choice sees them: bare of positions, and the summary of every block."""
 
     @torch.no_grad()
     def __init__(self, x: Problem, region: Region) -> None:
@@ -42,18 +42,34 @@ class Chooser:
         self.positions = torch.where(self.there, positions, -1).cummax(1).values.contiguous()
         self.keys = bare(x, x.k, positions).masked_fill(~self.there[:, None, :, None], 0.0)
         self.block = positions // self.choice.size
-        self.means, self.filled = self._summed(most // self.choice.size + 1)
+        self.centre = self._centre(positions)
+        means, self.filled = self._means(most // self.choice.size + 1)
+        self.summaries = rounded(direction(means - self.centre, means))
 
-    def _summed(self, blocks: int) -> tuple[Float64[Tensor, "b g m d"], Bool[Tensor, "b m"]]:
-        """Return the mean of every block of tokens, and whether it has any."""
+    def _centre(self, positions: Int[Tensor, "b s"]) -> Float[Tensor, "b g 1 d"]:
+        """Return the mean of the first keys."""
+        first = self.there & (positions < min(self.choice.centre, self.region.unit))
+        total = self.keys.masked_fill(~first[:, None, :, None], 0.0).sum(2, keepdim=True)
+        return total / first.sum(1).clamp(min=1)[:, None, None, None]
+
+    def _means(self, blocks: int) -> tuple[Float[Tensor, "b g m d"], Bool[Tensor, "b m"]]:
+        """Return the mean of every block of tokens and of some before it, and whether a block has tokens of its own."""
+        sums, counts = self._summed(self.there, self.block, blocks)
+        within = self.block * self.choice.size + self.choice.size - self.choice.lead
+        late = self.there & (torch.where(self.there, self.positions, -1) >= within)  # part of the next block's, too
+        more, others = self._summed(late & (self.block + 1 < blocks), self.block + 1, blocks)
+        return (sums + more) / (counts + others).clamp(min=1)[:, None, :, None], counts > 0
+
+    def _summed(
+        self, some: Bool[Tensor, "b s"], block: Int[Tensor, "b s"], blocks: int
+    ) -> tuple[Float[Tensor, "b g m d"], Float[Tensor, "b m"]]:
+        """Return the sum of some keys by block, and their number."""
         b, g, _, d = self.keys.shape
-        index = torch.where(self.there, self.block, 0)
-        count = torch.zeros(b, blocks, dtype=torch.float64, device=index.device).scatter_add_(
-            1, index, self.there.double()
-        )
-        every = index[:, None, :, None].expand_as(self.keys)
-        sums = self.keys.new_zeros(b, g, blocks, d).scatter_add_(2, every, self.keys)
-        return sums / count.clamp(min=1)[:, None, :, None], count > 0
+        index = torch.where(some, block, 0)
+        counts = self.keys.new_zeros(b, blocks).scatter_add_(1, index, some.to(self.keys.dtype))
+        keys = self.keys.masked_fill(~some[:, None, :, None], 0.0)
+        sums = self.keys.new_zeros(b, g, blocks, d)
+        return sums.scatter_add_(2, index[:, None, :, None].expand_as(keys), keys), counts
 
     @torch.no_grad()
     def __call__(self, x: Problem) -> Bool[Tensor, "b h t s"]:
@@ -66,65 +82,59 @@ class Chooser:
     @torch.no_grad()
     def blocks(self, x: Problem) -> Bool[Tensor, "b g t m"]:
         """Return which blocks queries choose, of all that the keys make."""
-        choice, (query, _) = self.choice, x.positions()
-        (b, h, t, d), g, m = x.q.shape, x.k.shape[1], self.means.shape[2]
-        last = torch.arange(1, m + 1, device=query.device) * choice.size - 1
-        can = self.region.contains(*torch.broadcast_tensors(query[:, :, None], last)) & (last <= query[:, :, None])
-        can = (can & self.filled[:, None])[:, None]
-        if m <= choice.most:
+        (b, _, t, _), g, m = x.q.shape, x.k.shape[1], self.summaries.shape[2]
+        can = self._can(x.positions()[0])
+        if m <= self.choice.most:
             return can.expand(b, g, t, m)
-        centre = self._centre(can)
-        recent, weight = self._recent(query)
-        wanted = bare(x, x.q, query).view(b, g, h // g, t, d).mean(2)
-        wanted = normalize(recent - weight * centre, dim=-1) + choice.query * normalize(wanted, dim=-1)
-        # cos(m - centre, wanted), without an array of m - centre for every query
-        along = wanted @ self.means.transpose(2, 3) - (wanted * centre).sum(-1, keepdim=True)
-        square = (self.means**2).sum(-1)[:, :, None] - 2 * centre @ self.means.transpose(2, 3)
-        length = (square + (centre**2).sum(-1, keepdim=True)).clamp(min=0).sqrt()
-        least = (ALIKE * self.means.norm(dim=-1)).clamp(min=torch.finfo(torch.float64).tiny)[:, :, None]
-        score = (along / length.maximum(least) / ALIKE).round().masked_fill(~can, -torch.inf)
+        level = (self.aims(x) @ self.summaries.transpose(2, 3) / self.choice.STEP + 0.5).floor()
+        level = (
+            level.clamp(-2 / self.choice.STEP, 2 / self.choice.STEP - 2)
+            .nan_to_num(nan=torch.inf)
+            .masked_fill(~can, -torch.inf)
+        )  # what is not a number is seen
         first = can.int().argmax(-1, keepdim=True).expand(b, g, t, 1)
-        score = score.scatter(3, first, torch.inf).flip(3)  # sorted so that the nearer of two alike comes first
-        best = score.argsort(stable=True, dim=-1, descending=True)[..., : choice.most]
-        return torch.zeros_like(score, dtype=torch.bool).scatter_(3, best, True).flip(3) & can
+        level = level.scatter(3, first, torch.inf).flip(3)  # sorted so that the nearer of two alike comes first
+        best = level.argsort(stable=True, dim=-1, descending=True)[..., : self.choice.most]
+        return torch.zeros_like(level, dtype=torch.bool).scatter_(3, best, True).flip(3) & can
 
-    def _centre(self, can: Bool[Tensor, "b 1 t m"]) -> Float64[Tensor, "b g t d"]:
-        """Return the mean of the blocks that can be chosen: all of the region's up to the last of them.
+    def _can(self, query: Int[Tensor, "b t"]) -> Bool[Tensor, "b 1 t m"]:
+        """Return which blocks queries may choose: those of the region, complete before the query, with tokens."""
+        last = torch.arange(1, self.summaries.shape[2] + 1, device=query.device) * self.choice.size - 1
+        can = self.region.contains(*torch.broadcast_tensors(query[:, :, None], last)) & (last <= query[:, :, None])
+        return (can & self.filled[:, None])[:, None]
 
-        From sums that no later block is part of, also not as 0 times what may not be a number.
-        """
-        m = can.shape[3]
-        ever = self.filled & (torch.arange(1, m + 1, device=can.device) * self.choice.size > self.region.start)
-        sums = self.means.masked_fill(~ever[:, None, :, None], 0.0).cumsum(2)
-        last = (can * torch.arange(m, device=can.device)).amax(-1)[..., None]
-        total = sums.gather(2, last.expand(-1, sums.shape[1], -1, sums.shape[3]))
-        return total / can.sum(-1, keepdim=True).clamp(min=1)
+    def aims(self, x: Problem) -> Float[Tensor, "b g t d"]:
+        """Return what queries look for."""
+        (b, h, t, d), g, (query, _) = x.q.shape, x.k.shape[1], x.positions()
+        recent, weight = self._recent(query)
+        asked = bare(x, x.q, query).view(b, g, h // g, t, d).mean(2)
+        return rounded(direction(recent - weight * self.centre, recent) + self.choice.query * direction(asked, asked))
 
-    def _recent(self, query: Int[Tensor, "b t"]) -> tuple[Float64[Tensor, "b g t d"], Float64[Tensor, "b 1 t 1"]]:
+    def _recent(self, query: Int[Tensor, "b t"]) -> tuple[Float[Tensor, "b g t d"], Float[Tensor, "b 1 t 1"]]:
         """Return the sum of the last keys of every query, the older the lighter, and the weight of all of them."""
-        sums, weights = self.recent
         slot = self._slots(query)
         if bool((self.positions.gather(1, slot) == query).all()):  # every query is among the keys
+            sums, weights = self.recent
             index = slot[:, None, :, None]
             return sums.gather(2, index.expand(-1, *sums.shape[1:2], -1, sums.shape[3])), weights.gather(2, index)
         return self._sums(query)
 
     @cached_property
-    def recent(self) -> tuple[Float64[Tensor, "b g s d"], Float64[Tensor, "b 1 s 1"]]:
+    def recent(self) -> tuple[Float[Tensor, "b g s d"], Float[Tensor, "b 1 s 1"]]:
         """`_sums` of a query at every key."""
         return self._sums(self.positions)
 
-    def _sums(self, query: Int[Tensor, "b t"]) -> tuple[Float64[Tensor, "b g t d"], Float64[Tensor, "b 1 t 1"]]:
+    def _sums(self, query: Int[Tensor, "b t"]) -> tuple[Float[Tensor, "b g t d"], Float[Tensor, "b 1 t 1"]]:
         b, g, _, d = self.keys.shape
         total = self.keys.new_zeros(b, g, query.shape[1], d)
         weight = self.keys.new_zeros(b, 1, query.shape[1], 1)
-        for i in range(self.choice.recent):
+        for i, share in enumerate(self.choice.weights):
             wanted = query - i
             slot = self._slots(wanted)
             found = (self.positions.gather(1, slot) == wanted) & self.there.gather(1, slot) & (wanted >= 0)
             keys = self.keys.gather(2, slot[:, None, :, None].expand_as(total))
-            total += self.choice.decay**i * keys.masked_fill(~found[:, None, :, None], 0.0)
-            weight += (found.double() * self.choice.decay**i)[:, None, :, None]
+            total += share * keys.masked_fill(~found[:, None, :, None], 0.0)
+            weight += (found.to(weight.dtype) * share)[:, None, :, None]
         return total, weight
 
     def _slots(self, query: Int[Tensor, "b t"]) -> Int[Tensor, "b t"]:
@@ -132,9 +142,22 @@ class Chooser:
         return torch.searchsorted(self.positions, query.contiguous()).clamp(max=self.positions.shape[1] - 1)
 
 
-def bare(x: Problem, vectors: Float[Tensor, "b n l d"], positions: Int[Tensor, "b l"]) -> Float64[Tensor, "b n l d"]:
+def bare(x: Problem, vectors: Float[Tensor, "b n l d"], positions: Int[Tensor, "b l"]) -> Float[Tensor, "b n l d"]:
     """Return vectors without their positions: as they are, or rotated back."""
+    precise = torch.promote_types(vectors.dtype, torch.float32)
     if not x.rotated:
-        return vectors.double()
-    cos, sin = cos_sin(-STOCK.angle(positions, x.frequencies), scaling=1 / x.law.attention_scaling, dtype=torch.float64)
-    return rotate(vectors.double(), None, cos, sin, interleaved=x.law.rotary.interleaved, impl="reference")[0]
+        return vectors.to(precise)
+    cos, sin = cos_sin(-STOCK.angle(positions, x.frequencies), scaling=1 / x.law.attention_scaling, dtype=precise)
+    return rotate(vectors.to(precise), None, cos, sin, interleaved=x.law.rotary.interleaved, impl="reference")[0]
+
+
+def direction(x: Float[Tensor, "... d"], of: Float[Tensor, "... d"]) -> Float[Tensor, "... d"]:
+    """Return x / |x|; zeros where x is but the rounding of what it is a difference `of`."""
+    length = x.norm(dim=-1, keepdim=True)
+    least = ALIKE * of.norm(dim=-1, keepdim=True)
+    return torch.where(length <= least, 0.0, x / length.clamp(min=torch.finfo(x.dtype).tiny))
+
+
+def rounded(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """Return x with the precision of bfloat16."""
+    return x.to(torch.bfloat16).to(x.dtype)

@@ -77,7 +77,7 @@ def band(region: Region) -> tuple[int, int, int, int, int]:
 
 
 def whole_chunks(turn: Turn) -> bool:
-    """Whether x(p) - p is the same for all tokens of a chunk, and chunks are more than tokens."""
+    """Say whether x(p) - p is the same for all tokens of a chunk, and chunks are more than tokens."""
     return turn.chunk > 1 and turn.offset == 1 and turn.ceiling == math.inf
 
 

@@ -60,7 +60,7 @@ def attention(
     softcap: float | None,
     rotated: bool,
 ) -> tuple[Tensor, Tensor]:
-    """`rpe3d.attention.attention`, with the law as its JSON, and `Placed.starts` of the keys where they are known."""
+    """Return `rpe3d.attention.attention`, with the law as its JSON, and `Placed.starts` of the keys if known."""
     keys = key_positions if key_positions is None or key_starts is None else Placed(key_positions, starts=key_starts)
     problem = check(
         q,
@@ -88,5 +88,5 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tens
 
 @lru_cache(maxsize=64)
 def _law(text: str) -> Law:
-    """A graph holds a law as text. Made once, it keeps what kernels read of it."""
+    """Return a graph holds a law as text. Made once, it keeps what kernels read of it."""
     return make_law(**json.loads(text))

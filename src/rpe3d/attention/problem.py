@@ -92,11 +92,11 @@ class Problem:
         return 1.0 if self.rotated else self.law.attention_scaling
 
     def angles(self, turn: Turn, positions: Int[Tensor, "*p"], theta: Float64[Tensor, " l"]) -> Float64[Tensor, "*p l"]:
-        """By how much vectors at these positions have still to be turned."""
+        """Return by how much vectors at these positions have still to be turned."""
         return turn.angle(positions, theta, stock=self.rotated)
 
     def positions(self) -> tuple[Int[Tensor, "b t"], Int[Tensor, "b s"]]:
-        """Both as tensors, one row per sequence."""
+        """Return both as tensors, one row per sequence."""
         return self._tensor(self.queries), self._tensor(self.keys)
 
     @cached_property
@@ -170,7 +170,7 @@ def check(
     sinks: Tensor | None = None,
     rotated: bool = False,
 ) -> Problem:
-    """The arguments of `attention` as a `Problem`, or one sentence about what is wrong with them."""
+    """Return the arguments of `attention` as a `Problem`, or one sentence about what is wrong with them."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4 or not x.dtype.is_floating_point:
             raise ConfigError(
@@ -251,13 +251,13 @@ def placed(positions: Int[Tensor, "b n"], mask: Bool[Tensor, "b n"] | None) -> P
 
 
 def _places(row: list[int]) -> Places:
-    """The consecutive runs of positions that rise."""
+    """Return the consecutive runs of positions that rise."""
     starts = [0, *(i for i in range(1, len(row)) if row[i] != row[i - 1] + 1)]
     return tuple(range(row[i], row[i] + j - i) for i, j in zip(starts, [*starts[1:], len(row)], strict=True))
 
 
 def _positions(name: str, given: Tensor | range | Placed, b: int, n: int) -> range | Tensor:
-    """A range of n, or int64 [b, n]."""
+    """Return a range of n, or int64 [b, n]."""
     if isinstance(given, Placed):
         given = given.positions
     if isinstance(given, range):

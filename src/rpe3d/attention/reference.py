@@ -32,7 +32,7 @@ def prepare(problem: Problem) -> Prepared:
 
 
 def attend(x: Problem, choosers: Choosers | None = None) -> tuple[Float[Tensor, "b h t e"], Float[Tensor, "b h t"]]:
-    """softmax(scale · q k*) v with each pair's own turn and fading; the output and the log-sum-exp of every row.
+    """Return softmax(scale · q k*) v with each pair's own turn and fading; the output and the log-sum-exp of every row.
 
     A pair is visible if both are tokens, the key does not come after the query, and a region of the law holds it; and
     if the query chooses the key, where the region gives it a choice. A row that sees nothing is zeros, and its
@@ -56,7 +56,7 @@ def attend(x: Problem, choosers: Choosers | None = None) -> tuple[Float[Tensor, 
 
 
 def _scores(x: Problem, q: Float[Tensor, "b h t d"], k: Float[Tensor, "b h s d"]) -> Float[Tensor, "b h t s"]:
-    """q k* with the turns of the region that each pair lies in."""
+    """Return q k* with the turns of the region that each pair lies in."""
     query, key = x.positions()
     theta = x.frequencies
     scores = torch.zeros(*q.shape[:3], k.shape[2], dtype=q.dtype, device=q.device)
@@ -87,7 +87,7 @@ def _faded(x: Problem, scores: Float[Tensor, "b h t s"], seen: Bool[Tensor, "b n
 
 
 def _pairs(x: Problem) -> tuple[Int[Tensor, "b t s"], Int[Tensor, "b t s"]]:
-    """The positions of all pairs."""
+    """Return the positions of all pairs."""
     query, key = x.positions()
     query, key = torch.broadcast_tensors(query[:, :, None], key[:, None, :])
     return query, key
@@ -99,7 +99,7 @@ def choosers_of(x: Problem) -> Choosers:
 
 
 def chosen(x: Problem, choosers: Choosers | None = None) -> Bool[Tensor, "b n t s"]:
-    """Which pairs do not lie in a region where the query has chosen other keys."""
+    """Return which pairs do not lie in a region where the query has chosen other keys."""
     kept = torch.ones(x.q.shape[0], 1, x.q.shape[2], x.k.shape[2], dtype=torch.bool, device=x.q.device)
     for region, chooser in (choosers_of(x) if choosers is None else choosers).items():
         kept = kept & (chooser(x) | ~region.contains(*_pairs(x))[:, None])
@@ -107,7 +107,7 @@ def chosen(x: Problem, choosers: Choosers | None = None) -> Bool[Tensor, "b n t 
 
 
 def visible(x: Problem) -> Bool[Tensor, "b t s"]:
-    """Which pairs attend."""
+    """Return which pairs attend."""
     query, key = x.positions()
     check_order("query_positions", query, x.query_mask)
     check_order("key_positions", key, x.key_mask)

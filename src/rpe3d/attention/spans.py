@@ -26,7 +26,7 @@ class Span:
 
 
 def spans(x: Problem) -> Iterator[Span | None]:
-    """Runs of consecutive tokens, one per sequence, or one for all where nothing is masked; None: not consecutive."""
+    """Yield runs of consecutive tokens, one per sequence, or one for all if nothing is masked; None: there is none."""
     masked = x.query_mask is not None or x.key_mask is not None
     if isinstance(x.queries, range) and isinstance(x.keys, range) and not masked:
         everything = slice(None)

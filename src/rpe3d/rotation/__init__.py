@@ -48,7 +48,7 @@ def rotate(
 
 
 def cos_sin(angles: Tensor, *, scaling: float = 1.0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """The table of `rotate`: computed in float64, times `scaling` (YaRN's attention factor), then cast."""
+    """Return the table of `rotate`: computed in float64, times `scaling` (YaRN's attention factor), then cast."""
     if angles.dtype != torch.float64:
         raise ConfigError(
             f"angles are {angles.dtype}, and only float64 holds those of long contexts", "compute them in float64"
@@ -60,7 +60,7 @@ def cos_sin(angles: Tensor, *, scaling: float = 1.0, dtype: torch.dtype = torch.
 
 
 def available(device: torch.device | str, dtype: torch.dtype = torch.bfloat16) -> str:
-    """What impl="auto" chooses for tensors of this device and type: "triton" or "reference"."""
+    """Return what impl="auto" chooses for tensors of this device and type: "triton" or "reference"."""
     fused = torch.device(device).type == "cuda" and dtype in _VECTORS and dtype != torch.float64 and _HAS_TRITON
     return "triton" if fused else "reference"
 

@@ -23,7 +23,7 @@ from rpe3d.rotation.launch import Bound, Launcher
 @triton.jit
 @no_type_check
 def _load(row, live, PAIRS: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """The two members of every pair of one head, [BLOCK_T, WIDTH] each."""
+    """Return the two members of every pair of one head, [BLOCK_T, WIDTH] each."""
     if INTERLEAVED:
         j = tl.arange(0, 2 * WIDTH)[None, :]
         pairs = tl.load(row + j, mask=live & (j < 2 * PAIRS), other=0.0)
@@ -38,7 +38,7 @@ def _load(row, live, PAIRS: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.c
 @triton.jit
 @no_type_check
 def _store(row, first, second, live, PAIRS: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """What `_load` reads, written."""
+    """Write what `_load` reads."""
     if INTERLEAVED:
         j = tl.arange(0, 2 * WIDTH)[None, :]
         pairs = tl.reshape(tl.join(first, second), (first.shape[0], 2 * WIDTH))
@@ -55,7 +55,7 @@ def _turn(
     x, y, x_h, y_h, head, heads, t, tokens, cos, sin,
     DIM: tl.constexpr, PAIRS: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Heads head .. head + BLOCK_H of the token rows x, turned into y. Beyond the last head no token is live."""
+    """Turn heads head .. head + BLOCK_H of the token rows x into y. Beyond the last head no token is live."""
     REST: tl.constexpr = DIM - 2 * PAIRS
     x += head * x_h
     y += head * y_h
@@ -88,7 +88,7 @@ def _rotate_kernel(
     DIM: tl.constexpr, PAIRS: tl.constexpr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr,
     CONJUGATE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_T tokens of BLOCK_H heads per program. Equals reference.rotate; CONJUGATE is its backward."""
+    """Rotate BLOCK_T tokens of BLOCK_H heads per program. Equals reference.rotate; CONJUGATE is its backward."""
     program = tl.program_id(0)
     q_groups = tl.cdiv(q_heads, BLOCK_H)
     groups = q_groups + tl.cdiv(k_heads, BLOCK_H)
@@ -123,7 +123,7 @@ INTERPRETED = _rotate.interpreted
 
 
 def tile(pairs: int, rest: int, itemsize: int, *, num_warps: int = 4) -> tuple[int, int]:
-    """(BLOCK_T, BLOCK_H) for heads of `pairs` pairs and `rest` dimensions that pass through.
+    """Return (BLOCK_T, BLOCK_H) for heads of `pairs` pairs and `rest` dimensions that pass through.
 
     BLOCK_T: each thread holds one vector of 16 bytes of each half row, the widest access there is (and at most
     four of the rest). A half row of 128 bytes (bf16, head dim 128) is a whole cache line however tokens and heads
@@ -162,7 +162,7 @@ def bind(
     block_h: int | None = None,
     num_warps: int = 4,
 ) -> Bound:
-    """The launch for one tensor or two (q and k) like these, not both empty.
+    """Return the launch for one tensor or two (q and k) like these, not both empty.
 
     It takes (q, k, q_out, k_out, cos, sin, k_cos, k_sin), and where there is no k, what is q's again in its place.
     `table` is like each of the tables. Last dimensions are contiguous. `tile` chooses the blocks that are not given.
@@ -199,7 +199,7 @@ class Turning:
         self.bound: Bound | None = None
 
     def __call__(self, *xs: Float[Tensor, "b _ t d"]) -> list[Tensor]:
-        """As many tensors as there are tables, turned. Their last dimensions are contiguous."""
+        """Rotate as many tensors as there are tables. Their last dimensions are contiguous."""
         outs = [_empty_like(x) for x in xs]
         if self.bound is None:
             self.bound = bind(xs, outs, self.tables[0], interleaved=self.interleaved)
@@ -213,7 +213,7 @@ class Turning:
     schema="(Tensor[] xs, Tensor cos, Tensor sin, bool interleaved, bool conjugate) -> Tensor[]",
 )
 def _operator(xs: list[Tensor], cos: Tensor, sin: Tensor, interleaved: bool, conjugate: bool) -> list[Tensor]:
-    """`launch` as one node of a compiled graph.
+    """Run `launch` as one node of a compiled graph.
 
     A compiler that traces into the launch does not know the strides of gradients, and so copies them first.
     """
@@ -262,7 +262,7 @@ def rotate(
     *,
     interleaved: bool,
 ) -> tuple[Float[Tensor, "b hq t d"], Float[Tensor, "b hk t d"] | None]:
-    """`reference.rotate`, fused, with its gradient."""
+    """Rotate as `reference.rotate` does, fused, with its gradient."""
     wanted = torch.is_grad_enabled() and (q.requires_grad or (k is not None and k.requires_grad))
     if not wanted and not torch.compiler.is_compiling():  # autograd's bookkeeping takes longer than the launch
         outs = launch([q] if k is None else [q, k], cos, sin, interleaved=interleaved)
@@ -272,11 +272,11 @@ def rotate(
 
 
 def _unit_stride(x: Tensor) -> Tensor:
-    """`x`, copied only where its last dimension is not contiguous."""
+    """Return `x`, copied only where its last dimension is not contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _empty_like(x: Tensor) -> Tensor:
-    """An output in the memory order of `x`, or contiguous where that order would scatter the last dimension."""
+    """Make an output in the memory order of `x`, or contiguous where that order would scatter the last dimension."""
     out = torch.empty_like(x)
     return out if out.stride(-1) == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)

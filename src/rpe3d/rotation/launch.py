@@ -26,7 +26,7 @@ class Launcher:
         self._compiled: dict[tuple[Any, ...], dict[tuple[Any, ...], Any]] = {}
 
     def __call__(self, *launch: Any) -> None:
-        """`bind`, and launch at once."""
+        """Bind, and launch at once."""
         self.bind(*launch)()
 
     def bind(
@@ -37,7 +37,7 @@ class Launcher:
         constants: dict[str, Any],
         options: dict[str, Any],
     ) -> Bound:
-        """A launch whose first arguments are still to come, and may come many times.
+        """Return a launch whose first arguments are still to come, and may come many times.
 
         Arguments come first in the kernel's signature, then its constants, in the order given here.
         """
@@ -78,7 +78,7 @@ class Bound:
 
 
 def _kind(argument: Any) -> Any:
-    """All that Triton compiles for in an argument: of a tensor dtype and alignment; of an integer 1, 16 and width."""
+    """Return what Triton compiles for in an argument: a tensor's dtype and alignment, an integer's 1, 16 and width."""
     kind = type(argument)
     if kind is int:
         return argument == 1, argument & 15 == 0, argument >> 31
@@ -88,7 +88,7 @@ def _kind(argument: Any) -> Any:
 
 
 def on(device: torch.device) -> AbstractContextManager[object]:
-    """Triton launches on the current device. Changing it takes longer than a launch, so only where it differs."""
+    """Set the current device, on which Triton launches. It takes longer than a launch, so only where it differs."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return _STAY
     return torch.cuda.device(device)

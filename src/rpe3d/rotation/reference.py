@@ -25,7 +25,7 @@ def turn(
     sin: Float[Tensor, "... t l"],
     interleaved: bool,
 ) -> Float[Tensor, "b h t d"]:
-    """Pair l of token t, as a complex number x₁ + i x₂, times e^{i angle[t, l]}; the other dimensions pass through.
+    """Multiply pair l of token t, as x₁ + i x₂, by e^{i angle[t, l]}; the other dimensions pass through.
 
     The pairs stand side by side (2l, 2l + 1) or half a rotary dimension apart. Computed in the wider type of x and
     the table, so at least in float32.

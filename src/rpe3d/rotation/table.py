@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
-from rpe3d.geometry import Fade, PairTurns, Turn
+from rpe3d.geometry import Fade, Turn
 from rpe3d.rotation import cos_sin
 
 Places = tuple[range, ...]
@@ -23,8 +23,8 @@ _HAS_TRITON = find_spec("triton") is not None
 
 
 def table(turn: Turn, positions: range, frequencies: Float64[Tensor, " l"], dtype: torch.dtype) -> Table:
-    """cos and sin of θ_l (x(p) - p) + y(p): from where stock RoPE put a vector to where `turn` puts it."""
-    if frequencies.is_cuda and dtype == torch.float32 and _HAS_TRITON and not isinstance(turn, PairTurns):
+    """Return cos and sin of θ_l (x(p) - p) + y(p): from where stock RoPE put a vector to where `turn` puts it."""
+    if frequencies.is_cuda and dtype == torch.float32 and _HAS_TRITON and turn.in_numbers:
         from rpe3d.rotation import table_kernel
 
         return table_kernel.table(turn, positions, frequencies)
@@ -32,13 +32,13 @@ def table(turn: Turn, positions: range, frequencies: Float64[Tensor, " l"], dtyp
 
 
 def plain(turn: Turn, positions: range, frequencies: Float64[Tensor, " l"], dtype: torch.dtype) -> Table:
-    """The specification of the kernel, which is one launch where this is twenty."""
+    """Compute what the kernel must equal; this takes twenty launches and the kernel one."""
     p = torch.arange(positions.start, positions.stop, device=frequencies.device)
     return cos_sin(turn.angle(p, frequencies, stock=True), dtype=dtype)
 
 
 def positions_of(places: Places) -> Int[Tensor, " t"]:
-    """All of them, on the host."""
+    """Return all positions, on the host."""
     return torch.cat([torch.arange(run.start, run.stop) for run in places])
 
 

@@ -34,7 +34,7 @@ def _table_kernel(
     PHASE: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """BLOCK_T positions per program. Equals table.plain. `numbers`: offset, stride, start, ceiling, and the phase's."""
+    """Fill BLOCK_T positions per program. Equals table.plain. `numbers`: offset, stride, start, ceiling, phase."""
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     j = tl.arange(0, WIDTH)
     p = first.to(tl.int64) + t
@@ -63,7 +63,7 @@ _table = Launcher(_table_kernel)
 
 @lru_cache(maxsize=256)
 def _numbers(turn: Turn, device: torch.device) -> Float64[Tensor, "7"]:
-    """The turn as the kernel reads it. The key is the whole value, so nothing can go stale."""
+    """Return the turn as the kernel reads it. The key is the whole value, so nothing can go stale."""
     phase = turn.phase
     y = (phase.constant, float(phase.sign), math.log(phase.base)) if phase else (0.0, 0.0, 0.0)
     numbers = [turn.offset, turn.stride, turn.start, turn.ceiling, *y]

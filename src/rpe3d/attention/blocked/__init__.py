@@ -22,6 +22,7 @@ from rpe3d.attention.blocked.run import Blocked
 from rpe3d.attention.blocked.task import LEAST_BACKWARD, Task
 from rpe3d.attention.problem import Prepared, Problem, rotated
 from rpe3d.attention.spans import Span, spans
+from rpe3d.geometry import Region
 from rpe3d.rotation.table import Tables
 
 ROWS_ON_CPU = 4096
@@ -42,8 +43,10 @@ def prepare(problem: Problem, backend: str | None = None) -> Prepared:
 class Calls:
     """A problem as library calls: schedules and tables of cos and sin, made once for all layers of a forward."""
 
-    def __init__(self, x: Problem, backend: str | None = None) -> None:
+    def __init__(self, x: Problem, backend: str | None = None, regions: tuple[Region, ...] | None = None) -> None:
+        """Schedule the calls. regions: those of the law that are attended to; None for all."""
         self.problem = x.hollow()
+        self.regions = x.law.regions if regions is None else regions
         self.library = backend_for(x.q, x.v, backend)
         found = list(spans(x))
         # No library has softcap, few values of another size, none float64 on CUDA; these, positions without a schedule,
@@ -69,9 +72,11 @@ class Calls:
 
     def _task(self, span: Span, tables: Tables) -> Task:
         x = self.problem
-        rows = _rows(x.q, len(span.keys))
+        far = any(region.last is None for region in self.regions)
+        rows = _rows(x.q, len(span.keys) if far else 0)
         return Task(
             law=x.law,
+            regions=self.regions,
             queries=span.queries,
             keys=span.keys,
             frequencies=x.frequencies,
@@ -85,7 +90,7 @@ class Calls:
         )
 
     def batches(self, span: Span, task: Task) -> list[slice]:
-        """Which sequences go together: calls that repeat over chunks have no room for a batch."""
+        """Return which sequences go together: calls that repeat over chunks have no room for a batch."""
         if not any(call.times > 1 for block in task.blocks for call in block.calls):
             return [span.batch]
         return [slice(b, b + 1) for b in range(*span.batch.indices(self.problem.q.shape[0]))]
@@ -130,12 +135,12 @@ class Calls:
 
 
 def _in_a_row(x: Float[Tensor, "b h t d"]) -> Float[Tensor, "1 h b*t d"]:
-    """All sequences as one: a view where a token's heads lie together."""
+    """Return all sequences as one: a view where a token's heads lie together."""
     return x.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None]
 
 
 def _rows(q: Tensor, keys: int) -> int:
-    """Queries in a block. On a GPU a part of it has 64 MiB in bf16; 16 MiB where the text is long, and memory counts.
+    """Return the queries in a block: 64 MiB of a part in bf16 on a GPU, 16 where the text is long and memory counts.
 
     A small model thus has one block, and the host, which needs 60 µs and more for a call, keeps up with the device.
     """
@@ -146,7 +151,7 @@ def _rows(q: Tensor, keys: int) -> int:
 
 
 def _gathered(q: Tensor, v: Tensor, sinks: Tensor | None, done: Done) -> tuple[Tensor, Tensor]:
-    """The results of all spans in one tensor; rows of no span are zeros."""
+    """Return the results of all spans in one tensor; rows of no span are zeros."""
     if len(done) == 1 and done[0][2].shape[:3] == q.shape[:3]:
         return done[0][2], done[0][3]
     out = q.new_zeros(*q.shape[:3], v.shape[3])
@@ -160,7 +165,7 @@ def _gathered(q: Tensor, v: Tensor, sinks: Tensor | None, done: Done) -> tuple[T
 
 
 def tiled(x: Problem, rows: int = 256) -> tuple[Tensor, Tensor]:
-    """The reference a tile of queries at a time: memory linear in length, gradients recomputed."""
+    """Return the reference a tile of queries at a time: memory linear in length, gradients recomputed."""
     outs, lses = [], []
     queries, keys = x.positions()
     choosers = reference.choosers_of(replace(x, k=x.k.detach()))

@@ -105,7 +105,7 @@ def _cudnn_backward(
 
 
 def laid_out(x: Float[Tensor, "b h t e"], q: Float[Tensor, "b h t d"]) -> Float[Tensor, "b h t e"]:
-    """x, dense, with its dimensions in the order of q's: as the forward would have returned an output for q.
+    """Return x, dense, with its dimensions in the order of q's: as the forward would have returned an output for q.
 
     PyTorch keeps the plans of cuDNN's backward by the shapes and strides of q, k and v alone, and expects the rest to
     lie so. With an output that lies in another way it takes the plan of an earlier call, and the gradients are garbage.
@@ -201,7 +201,7 @@ BACKENDS = {
 
 
 def backend_for(q: Tensor, v: Tensor, name: str | None = None) -> Backend:
-    """The fastest backend that takes these tensors (H200: cuDNN runs at 1.7 times flash's speed), or the named one."""
+    """Return the named backend, or the fastest that takes these tensors (H200: cuDNN has 1.7 times flash's speed)."""
     if name is not None:
         return BACKENDS[choice("backend", name, BACKENDS)]
     if q.device.type != "cuda":
@@ -216,5 +216,5 @@ def backend_for(q: Tensor, v: Tensor, name: str | None = None) -> Backend:
 
 
 def without_plans(name: str) -> str:
-    """The backend for calls of ever new shapes: cuDNN would prepare a plan for each."""
+    """Return the backend for calls of ever new shapes: cuDNN would prepare a plan for each."""
     return "flash" if name == "cudnn" else name

@@ -60,7 +60,7 @@ class Pack:
         causal: bool,
         scale: float,
     ) -> Gradients:
-        """From gathered vectors, for all tokens."""
+        """Return the gradients of all tokens from those of gathered vectors."""
         if backend.ragged_backward is not None:
             dq, dk, dv = backend.ragged_backward(do, q, k, v, o, lse, causal, scale, self.ends)
         else:
@@ -72,14 +72,14 @@ class Pack:
         return self._put_back(dq), self._added(dk), self._added(dv)
 
     def _put_back(self, x: Float[Tensor, "1 h r d"]) -> Float[Tensor, "1 h t d"]:
-        """For every token what its row has, or zeros."""
+        """Return for every token what its row has, or zeros."""
         if self.queries is None:
             return x
         whole = x.new_zeros(1, self.tokens, x.shape[1], x.shape[3])
         return whole.index_copy_(1, self.queries, x.transpose(1, 2)).transpose(1, 2)
 
     def _added(self, x: Float[Tensor, "1 h c d"]) -> Float[Tensor, "1 h t d"]:
-        """For every token the sum of what its columns have."""
+        """Return for every token the sum of what its columns have."""
         if self.keys is None:
             return x
         precise = torch.promote_types(x.dtype, torch.float32)
@@ -88,7 +88,7 @@ class Pack:
 
 
 def pack(pieces: tuple[Piece, ...], tokens: int, device: torch.device) -> Pack:
-    """What a call of these pieces gathers from so many tokens."""
+    """Return what a call of these pieces gathers from so many tokens."""
     rows, columns = [piece.rows for piece in pieces], [piece.columns for piece in pieces]
     return Pack(
         tokens=tokens,
@@ -110,5 +110,5 @@ def _ends(lengths: Sequence[int], device: torch.device) -> Int32[Tensor, " ends"
 
 
 def _gathered(x: Float[Tensor, "1 h t d"], index: Int64[Tensor, " r"] | None) -> Float[Tensor, "1 h r d"]:
-    """A token's heads lie together."""
+    """Return a token's heads lie together."""
     return x if index is None else x.transpose(1, 2).index_select(1, index).transpose(1, 2)

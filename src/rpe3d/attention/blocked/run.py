@@ -97,7 +97,7 @@ def _forward(task: Task, q: Tensor, k: Tensor, v: Tensor, far: Part | None) -> t
 
 
 def _merged(parts: list[Part], total: Part, shift: Tensor | None, fused: bool) -> None:
-    """Any number of parts into `total`, which may be the first of them; beyond MOST of them only the first may fade."""
+    """Merge any number of parts into `total`, which may be the first; beyond MOST of them only the first may fade."""
     merge_checked(parts[:MOST], total.out, total.lse, fade=shift, fused=fused)
     for n in range(MOST, len(parts), MOST - 1):
         merge_checked([total, *parts[n : n + MOST - 1]], total.out, total.lse, fused=fused)
@@ -130,7 +130,7 @@ def _forward_block(
 
 
 def _keys(task: Task, k: Tensor, turn: Turn, call: Call, slab: range, far: dict[Turn, Tensor]) -> tuple[Tensor, int]:
-    """Turned keys that hold those of the call, and the position of their first."""
+    """Return turned keys that hold those of the call, and the position of their first."""
     if turn.is_stock:
         return k, 0
     span = range(call.key, call.key + (call.times - 1) * call.step + call.columns)
@@ -142,7 +142,7 @@ def _keys(task: Task, k: Tensor, turn: Turn, call: Call, slab: range, far: dict[
 
 
 def _run(task: Task, call: Call, start: int, q: Tensor, k: Tensor, v: Tensor) -> Part:
-    """One library call; its rows begin at `start` in the block."""
+    """Return one library call; its rows begin at `start` in the block."""
     if call.pieces:
         out, lse = task.pack(call).forward(task.backend, q, k, v, call.shape == "causal", task.scale)
     elif call.shape == "upper":
@@ -155,7 +155,7 @@ def _run(task: Task, call: Call, start: int, q: Tensor, k: Tensor, v: Tensor) ->
 def _backward(
     task: Task, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, do: Tensor, far: Part | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Every block's backward with the whole row's output and log-sum-exp; sums in at least float32.
+    """Return every block's backward with the whole row's output and log-sum-exp; sums in at least float32.
 
     A call computes P = exp(s - lse) and P (dP - rowsum(do · out)). Where parts fade, with e = 1 - 1/τ and ℓ, o their
     own log-sum-exp and output, their weights are exp(τ s - e ℓ - loss - lse), and since ℓ depends on the scores, too,
@@ -211,7 +211,7 @@ def _backward(
 def _seen_by_faded(
     whole: Part, far: Part | None, shift: Float[Tensor, "2 t"], shares: Float[Tensor, "2 1 1 t"]
 ) -> Part:
-    """The output and the log-sum-exp that the backward of a faded part sees."""
+    """Return the output and the log-sum-exp that the backward of a faded part sees."""
     eased, loss = shift
     if far is None:  # no focus, so e = 0
         return Part(whole.out, whole.lse + loss)
@@ -224,7 +224,7 @@ def _seen_by_faded(
 def _gradients(
     task: Task, call: Call, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The backward of one library call."""
+    """Return the backward of one library call."""
     if call.pieces:
         return task.pack(call).backward(task.backend, do, q, k, v, out, lse, call.shape == "causal", task.scale)
     if call.shape != "upper":
@@ -249,7 +249,7 @@ def _keys_of(task: Task, x: Tensor, start: int, call: Call) -> Tensor:
 
 
 def _window(x: Tensor, start: int, length: int, call: Call) -> Tensor:
-    """x[:, :, start : start + length], or its repetitions as a batch of (overlapping) views."""
+    """Return x[:, :, start : start + length], or its repetitions as a batch of (overlapping) views."""
     if call.times == 1:
         return x[:, :, start : start + length]
     _, h, t, d = x.stride()
@@ -271,7 +271,7 @@ class _Sum:
         self.bytes = 0
 
     def add(self, part: Tensor, start: int, call: Call) -> None:
-        """What `_window` showed. Repetitions overlap, so each goes in slices of a step, which do not."""
+        """Return what `_window` showed. Repetitions overlap, so each goes in slices of a step, which do not."""
         step = call.step if call.times > 1 else 0
         pieces = part.split(step, dim=2) if step else [part]
         if self.parts and (len(self.parts) + len(pieces) >= MOST or self.bytes + part.nbytes > WAITING):
@@ -280,7 +280,7 @@ class _Sum:
         self.bytes += part.nbytes
 
     def total(self) -> Tensor:
-        """The sum of all of them."""
+        """Return the sum of all of them."""
         if self.parts or not self.begun:
             self._settle()
         return self.sum

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from rpe3d.geometry import Region
@@ -78,13 +78,13 @@ def schedule(regions: tuple[Region, ...], queries: range, keys: range, rows: int
     units = {region.unit for region in regions}
     if len(units) > 1:
         return ()
-    if units == {1} and not _chunked(regions):
+    if units == {1}:
         return tuple(_distance_blocks(regions, queries, keys, rows))
     return tuple(_chunk_blocks(regions, units.pop(), queries, keys, rows))
 
 
 def skipping(regions: tuple[Region, ...], sequences: tuple[Places, ...]) -> tuple[Block, ...]:
-    """One block for tokens at positions that rise and skip, sequence after sequence; its calls count tokens.
+    """Return one block for tokens at positions that rise and skip, sequence after sequence; its calls count tokens.
 
     The tokens of a chunk have the same keys in every region but their own, and so do often those of many chunks. What
     one region has of one shape is one call, of many pieces. None for bands of distances, where every token has keys of
@@ -113,14 +113,14 @@ def skipping(regions: tuple[Region, ...], sequences: tuple[Places, ...]) -> tupl
 
 
 def _skips(regions: tuple[Region, ...], chunk: int, places: Places) -> Iterator[Call]:
-    """The calls of one sequence: queries with the same keys go together."""
+    """Return the calls of one sequence: queries with the same keys go together."""
 
     def before(position: int) -> int:
         """Return the number of tokens before a position."""
         return sum(min(max(position - run.start, 0), len(run)) for run in places)
 
     def keys(region: Region, here: int) -> tuple[int, int | None]:
-        """Those that queries of a chunk have in a region; without an end: up to themselves."""
+        """Return those that queries of a chunk have in a region; without an end: up to themselves."""
         first = before(max(region.start, 0 if region.last is None else (here - region.last) * chunk))
         if region.first is None:
             return first, None
@@ -144,7 +144,7 @@ def _skips(regions: tuple[Region, ...], chunk: int, places: Places) -> Iterator[
 
 
 def _has_calls(region: Region, near: int | None) -> bool:
-    """Which keys a region has may be bounded where it is all that lies beyond; in chunks, by keys of the first one."""
+    """Say whether calls can bound a region's keys: if it is all that lies beyond; in chunks, by keys of the first."""
     if region.keys is None and not region.start:
         return True
     if region.first is None or region.last is not None:
@@ -154,14 +154,9 @@ def _has_calls(region: Region, near: int | None) -> bool:
     return near is not None and region.first == near + 1 and (region.keys or region.start) <= region.unit
 
 
-def _chunked(regions: tuple[Region, ...]) -> bool:
-    """A band with two ends is cheap in chunks only; a single causal region needs no blocks at all."""
-    return any(r.first is not None and r.last is not None for r in regions)
-
-
 def _distance_blocks(regions: tuple[Region, ...], queries: range, keys: range, rows: int) -> Iterator[Block]:
-    """Blocks for bands of distances: everything, a window, what is beyond it, the sinks beyond it."""
-    windows = [r.last + 1 for r in regions if r.last is not None]
+    """Blocks for bands of distances: everything, a window, a band, what is beyond it, the sinks beyond it."""
+    windows = [r.last + 1 - (r.first or 0) for r in regions if r.last is not None]
     size = max(1, min([rows, *windows])) if windows else len(queries)
     for start in range(queries.start, queries.stop, size):
         block = range(start, min(start + size, queries.stop))
@@ -174,7 +169,16 @@ def _distance_calls(i: int, region: Region, block: range, keys: range) -> Iterat
         window = block.stop if region.last is None else region.last + 1
         yield from _trapezoid(i, block, max(0, block.stop - window), block.start, keys.stop)
         yield from _far_edge(i, block, window)
-    else:
+    elif region.last is not None and region.first < block.stop:
+        # A window of the band's own width, for queries that stand `first` positions earlier.
+        window = region.last + 1 - region.first
+        moved = range(max(block.start, region.first) - region.first, block.stop - region.first)
+        for call in (
+            *_trapezoid(i, moved, max(0, moved.stop - window), moved.start, keys.stop),
+            *_far_edge(i, moved, window),
+        ):
+            yield replace(call, query=call.query + region.first)
+    elif region.last is None:
         start = max(block.start, region.first)
         if start < block.stop:
             stop = keys.stop if region.keys is None else min(keys.stop, region.keys)
@@ -223,7 +227,7 @@ def _chunk_blocks(regions: tuple[Region, ...], chunk: int, queries: range, keys:
 
 
 def _chunk_calls(i: int, region: Region, chunk: int, block: range, count: int, keys: range) -> Iterator[Call]:
-    """The calls of one region in a block of `count` chunks, or of a part of one chunk."""
+    """Return the calls of one region in a block of `count` chunks, or of a part of one chunk."""
     first_chunk, per_chunk = block.start // chunk, len(block) // count
     repeat: dict[str, Any] = {"times": count, "step": chunk}
     first = region.first or 0

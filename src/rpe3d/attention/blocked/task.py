@@ -32,6 +32,8 @@ class Task:
     """
 
     law: Law
+    regions: tuple[Region, ...]
+    """Those of the law's that the task attends to."""
     queries: range
     keys: range
     frequencies: Float64[Tensor, " l"]
@@ -49,12 +51,10 @@ class Task:
     tables: Tables = field(default_factory=Tables, compare=False)
     """cos and sin, which all layers that run the task share."""
     packs: dict[tuple[Piece, ...], Pack] = field(default_factory=dict, init=False, compare=False)
-    regions: tuple[Region, ...] = field(init=False)
     blocks: tuple[Block, ...] = field(init=False)
     """Empty where no schedule fits."""
 
     def __post_init__(self) -> None:
-        freeze(self, regions=self.law.regions)
         freeze(self, blocks=self.schedule(self.rows))
 
     @cached_property
@@ -63,7 +63,7 @@ class Task:
         return self.schedule(self.backward_rows)
 
     def pack(self, call: Call) -> Pack:
-        """What a call of pieces gathers."""
+        """Return what a call of pieces gathers."""
         if call.pieces not in self.packs:
             self.packs[call.pieces] = pack(call.pieces, call.rows, self.frequencies.device)
         return self.packs[call.pieces]
@@ -75,7 +75,7 @@ class Task:
         return schedule(self.regions, self.queries, self.keys, rows)
 
     def at(self, tokens: range) -> Places:
-        """Their positions."""
+        """Return their positions."""
         if self.places is None:
             return (tokens,)
         found, first = [], 0
@@ -86,13 +86,13 @@ class Task:
         return tuple(found)
 
     def slabs(self) -> list[range]:
-        """All at once where positions skip: such sequences are short, and each has its first keys elsewhere."""
+        """Return all at once where positions skip: such sequences are short, and each has its first keys elsewhere."""
         if self.places is not None:
             return [self.keys]
         return [range(a, min(a + self.slab, self.keys.stop)) for a in range(0, self.keys.stop, self.slab)]
 
     def passes(self) -> Iterator[tuple[range, list[tuple[Block, list[Call]]]]]:
-        """One pass per slab of far keys, from the last one on; the last pass, when far keys are done, does all else."""
+        """Yield one pass per slab of far keys, from the last one on; the last pass, after these, does all else."""
         for slab in reversed(self.slabs()):
             work = []
             for block in self.blocks:
@@ -102,7 +102,7 @@ class Task:
             yield slab, work
 
     def _within(self, call: Call, slab: range) -> Call | None:
-        """The part of a call that belongs to a slab's pass."""
+        """Return the part of a call that belongs to a slab's pass."""
         if call.shape != "full" or call.times > 1 or self.regions[call.region].key.is_stock:
             return call if slab.start == 0 else None
         start, stop = max(call.key, slab.start), min(call.key + call.columns, slab.stop)
@@ -131,7 +131,7 @@ class Task:
         return x.to(self.frequencies.device, self.precision, non_blocking=True)
 
     def query(self, x: Tensor, region: Region, tokens: range, *, back: bool = False) -> Tensor:
-        """These queries as a region has them, from stock RoPE; or gradients of such ones back to it."""
+        """Return these queries as a region has them, from stock RoPE; or gradients of such ones back to it."""
         if region.fade is None or not region.fade.focus:
             return self.turn(x, region.query, tokens, back=back)
         made = self._turned(x, region.query, region.fade, tokens, back)

@@ -1,36 +1,39 @@
-"""Computes attention where queries choose their far keys, a tile of queries at a time; forward only.
+"""Computes attention where queries choose their far keys (`Choice`), for prompts; forward only.
 
 Chosen for prompts under a law that gives a choice. Equals `reference`.
 
-A tile is a decoding step in plain PyTorch (`decode.plain`) of more queries than usual: every far key is multiplied, and
-those in blocks that a query has not chosen are masked. So it costs more than the whole far field does.
+On a GPU near keys go through `blocked`; `select` finds what the queries choose, and `far` adds it: the cost is linear
+in the length of a text but for the scores of blocks, one product for every block of keys. Elsewhere `tiles` does it in
+plain PyTorch, where every far key is multiplied.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rpe3d.attention import reference
-from rpe3d.attention.decode import plain
-from rpe3d.attention.problem import Prepared, Problem
+from rpe3d.attention import blocked
+from rpe3d.attention.chosen.tiles import Tiles
+from rpe3d.attention.lowering import whole_chunks
+from rpe3d.attention.problem import Prepared, Problem, rotated
 from rpe3d.attention.spans import Span, spans
+from rpe3d.geometry import Law, Region
+from rpe3d.rotation import rotate
+from rpe3d.rotation.table import Tables
 
-SCORES = 2**26
-"""Of a tile, at most."""
-KEPT = 2**28
-"""Bytes of masks and tables of cos and sin that are kept for the layers that follow; more are made anew."""
-
-
-class Tile(NamedTuple):
-    """Queries, the keys that come no later than the last of them, and the problem of both."""
-
-    queries: slice
-    keys: slice
-    problem: Problem
+LEVELS = 2**27
+"""Bytes of scores at a time."""
+LISTS = 2**26
+"""Bytes of what tiles of queries have chosen, at a time: more rows than have room for their scores."""
+TURNED = 2**26
+"""Bytes of turned far keys at a time, but those of one head at least."""
+WIDEST = 256
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_HAS_TRITON = find_spec("triton") is not None
 
 
 def refusal(problem: Problem) -> str | None:
@@ -39,7 +42,7 @@ def refusal(problem: Problem) -> str | None:
         return "no query has a choice of keys"
     if problem.needs_gradient:
         return "it has no gradient"
-    if not problem.rotated:
+    if not problem.rotated and (not problem.q.is_cuda or kernels_refusal(problem)):
         return "its keys must have been rotated by stock RoPE"
     found = list(spans(problem))
     if None in found or any(span.places for span in found if span is not None):
@@ -47,67 +50,131 @@ def refusal(problem: Problem) -> str | None:
     return None
 
 
-def prepare(problem: Problem) -> Prepared:
-    """Return the tiles of a problem that nothing refuses, for the vectors of any layer like it."""
+def kernels_refusal(problem: Problem) -> str | None:
+    """Say why the kernels do not run a problem that has spans; None if they do."""
+    if reason := vectors_refusal(problem):
+        return reason
+    if any(span is not None and span.keys.start for span in spans(problem)):
+        return "its keys do not begin at position 0"
+    return None
+
+
+def vectors_refusal(problem: Problem) -> str | None:
+    """Say why no kernel of a choice runs a problem here, wherever its tokens stand; None if they do."""
+    if not _HAS_TRITON:
+        return "Triton is not installed"
+    d, e = problem.q.shape[3], problem.v.shape[3]
+    if problem.q.dtype not in _DTYPES:
+        return f"they compute in float32, not in {str(problem.q.dtype).removeprefix('torch.')}"
+    if d > WIDEST or e != d:
+        return f"head dimensions are {d} and {e}, not one of up to {WIDEST}"
+    if problem.softcap is not None:
+        return "scores are bent by a softcap"
+    if reason := law_refusal(problem.law):
+        return reason
+    if not problem.q.is_cuda:
+        from rpe3d.attention.chosen import far
+
+        if not far.INTERPRETED:
+            return f"they run on a GPU, not on {problem.q.device}"
+    return None
+
+
+def law_refusal(law: Law) -> str | None:
+    """Say why the kernels do not run a law with a choice; None if they do."""
+    near, *others = law.regions
+    if len(others) != 1 or others[0].fade is not None or near != Region(unit=near.unit, last=near.last):
+        return "its far keys fade"
+    (region,) = others
+    assert region.choice is not None
+    size, chunk = region.choice.size, region.unit
+    if size & (size - 1) or not 4 <= size <= 128:
+        return f"blocks of {size} keys are not a power of two from 4 to 128"
+    if chunk % 32:
+        return f"chunks of {chunk} tokens are not a multiple of 32"
+    if not (whole_chunks(region.query) and whole_chunks(region.key)):
+        return "its far keys turn token by token"
+    return None
+
+
+def prepare(problem: Problem, **options: Any) -> Prepared:
+    """Return a problem that nothing refuses as kernels or as tiles, for the vectors of any layer like it."""
+    if problem.q.is_cuda and kernels_refusal(problem) is None:
+        return Kernels(problem, **options)
     return Tiles(problem)
 
 
-class Tiles:
-    """A problem as tiles, settled once for all layers of a forward."""
+class Kernels:
+    """A prompt as kernels, settled once for all layers: near keys by library calls, far ones as they were chosen."""
 
-    def __init__(self, x: Problem) -> None:
-        self.flash = plain.has_flash(x)  # asked of vectors that lie as they will
-        x = x.hollow()
-        rows = max(16, min(512, SCORES // (x.q.shape[0] * x.q.shape[1] * x.k.shape[2])))
-        self.spans = [(span.batch, _part(x, span), _tiles(x, span, rows)) for span in spans(x) if span is not None]
-        self.steps: dict[int, plain.Step] = {}
-        self.room = KEPT
+    def __init__(self, x: Problem, tile: int | None = None, **options: Any) -> None:
+        from rpe3d.attention.chosen import far, select
+
+        self.far, self.options = far, options
+        self.given = None if x.rotated else x.hollow()
+        x = replace(x.hollow(), rotated=True)
+        self.problem = x
+        near, self.region = x.law.regions
+        self.near = blocked.Calls(x, regions=(near,))
+        self.spans = [span for span in spans(x) if span is not None]
+        tile = far.tile(x.q.shape[1] // x.k.shape[1]) if tile is None else tile
+        self.selection = select.Selection(x.law, tile, x.q.device)
+        self.tables = Tables()
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the output and the log-sum-exp."""
-        precise = torch.promote_types(q.dtype, torch.float32)
-        out = q.new_zeros(*q.shape[:3], v.shape[3])
-        lse = torch.full(q.shape[:3], -torch.inf, dtype=precise, device=q.device)
-        if sinks is not None:
-            lse = sinks.to(precise)[None, :, None].expand_as(lse).clone()
-        for batch, (problem, every), tiles in self.spans:
-            choosers = reference.choosers_of(replace(problem, k=k[batch, :, every]))
-            for tile in tiles:
-                vectors = q[batch, :, tile.queries], k[batch, :, tile.keys], v[batch, :, tile.keys]
-                step = self._step(tile.problem)
-                out[batch, :, tile.queries], lse[batch, :, tile.queries] = step(*vectors, sinks, choosers)
+        if self.given is not None:
+            q, k = rotated(self.given, q, k)
+        q, k, v = (y if y.stride(3) == 1 else y.contiguous() for y in (q, k, v))
+        out, lse = self.near(q, k, v, sinks)
+        for span in self.spans:
+            here = q[span.batch, :, span.query], k[span.batch, :, span.key], v[span.batch, :, span.key]
+            self._add_far(span, *here, out[span.batch, :, span.query], lse[span.batch, :, span.query])
         return out, lse
 
-    def _step(self, problem: Problem) -> plain.Step:
-        """Return the step of a tile, kept while there is room."""
-        if (found := self.steps.get(id(problem))) is not None:
-            return found
-        step = plain.Step(problem, flash=self.flash)
-        if (size := step.nbytes()) <= self.room:
-            self.steps[id(problem)] = step
-            self.room -= size
-        return step
+    def _add_far(self, span: Span, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+        """Add the far keys of a span's queries to `out` and `lse`, a few key heads at a time."""
+        blocks = self.selection.choosable(span.queries[-1])
+        if not blocks:
+            return
+        b, h, g = q.shape[0], q.shape[1], k.shape[1]
+        far_keys = range(blocks * self.selection.choice.size)
+        step = max(1, TURNED // (b * len(far_keys) * k.shape[3] * k.element_size()))
+        for start in range(0, g, step):
+            keys = slice(start, start + step)
+            heads = slice(start * (h // g), (start + step) * (h // g))
+            some = k[:, keys]
+            summaries, centre = self.selection.summaries(some, blocks)
+            table = self.tables(self.region.key, None, (far_keys,), False, self.problem.frequencies, torch.float32)
+            turned = rotate(some[:, :, : len(far_keys)], None, *table, interleaved=self.problem.law.rotary.interleaved)[
+                0
+            ]
+            for some_queries in self._stretches(span.queries, b * some.shape[1]):
+                first = some_queries.start
+                unions = self.selection.room(b, some.shape[1], some_queries, q.device)
+                for piece in self._pieces(some_queries, b * some.shape[1]):
+                    self.selection.unite(
+                        unions, q[:, heads], some, summaries, centre, piece, first=first, start=span.queries.start
+                    )
+                self.far.attend(
+                    self.selection, unions, q[:, heads], turned, v[:, keys], out[:, heads], lse[:, heads],
+                    first=first, query_start=span.queries.start, scale=self.problem.scale, **self.options,
+                )  # fmt: skip
+
+    def _stretches(self, queries: range, heads: int) -> list[range]:
+        """Cut the positions of queries that have something to choose into whole tiles, as many as have room."""
+        tile, choice = self.selection.tile, self.selection.choice
+        start = max(queries.start, (self.selection.near + 1) * self.region.unit) // tile * tile
+        stop = -(-queries.stop // tile) * tile
+        most = min(self.selection.choosable(queries[-1]), tile * choice.most)
+        return _cut(range(start, stop), max(tile, LISTS // (8 * heads * max(1, most)) * tile))
+
+    def _pieces(self, queries: range, heads: int) -> list[range]:
+        """Cut positions into whole tiles, as many as have room for their scores."""
+        tile = self.selection.tile
+        rows = LEVELS // (2 * heads * max(1, self.selection.choosable(queries[-1])))
+        return _cut(queries, max(tile, rows // tile * tile))
 
 
-def _part(x: Problem, span: Span, queries: range | None = None, keys: range | None = None) -> tuple[Problem, slice]:
-    """Return the problem of some queries and keys of a span, and where those keys lie."""
-    queries, keys = queries or span.queries, keys or span.keys
-    here, there = _slots(span.query, span.queries, queries), _slots(span.key, span.keys, keys)
-    q, k, v = x.q[span.batch, :, here], x.k[span.batch, :, there], x.v[span.batch, :, there]
-    bare = replace(x, query_mask=None, key_mask=None, query_placed=None, key_placed=None)
-    return replace(bare, q=q, k=k, v=v, queries=queries, keys=keys), there
-
-
-def _tiles(x: Problem, span: Span, rows: int) -> list[Tile]:
-    made = []
-    for a in range(0, len(span.queries), rows):
-        queries = span.queries[a : a + rows]
-        part, keys = _part(x, span, queries, span.keys[: max(1, queries.stop - span.keys.start)])
-        made.append(Tile(_slots(span.query, span.queries, queries), keys, part))
-    return made
-
-
-def _slots(where: slice, positions: range, some: range) -> slice:
-    """Return where some of the positions lie."""
-    start = (where.start or 0) + some.start - positions.start
-    return slice(start, start + len(some))
+def _cut(positions: range, length: int) -> list[range]:
+    return [positions[a : a + length] for a in range(0, len(positions), length)]

@@ -68,12 +68,33 @@ def kernel_refusal(problem: Problem) -> str | None:
     return None
 
 
+def step_refusal(problem: Problem) -> str | None:
+    """Say why the kernels of a choice do not run a step; None if they do."""
+    from rpe3d.attention.chosen import vectors_refusal
+
+    if reason := vectors_refusal(problem):
+        return reason
+    if any(y.stride(3) != 1 for y in (problem.q, problem.k, problem.v)):
+        return "q, k and v must be contiguous in their last dimension"
+    if isinstance(problem.keys, range):
+        return None if problem.key_mask is None and problem.keys.start == 0 else "its keys do not begin at position 0"
+    placed = problem.key_placed
+    if placed is not None and isinstance(placed.starts, Tensor):
+        return None
+    begins = [None if run is None else run[1].start for run in problem.key_runs]
+    return None if set(begins) <= {0} else "its key positions are not consecutive from 0 on"
+
+
 def prepare(problem: Problem) -> Step:
     """Return the step for a problem that nothing refuses, for the vectors of any layer like it.
 
     The kernel waits for nothing and reads nothing from the device, so that a step can be captured in a CUDA graph: how
     much of a preallocated cache is in use, it finds out itself. Capture after one call, which makes the law's table.
     """
+    if problem.law.chooses and problem.q.is_cuda and step_refusal(problem) is None:
+        from rpe3d.attention.chosen import step
+
+        return step.Step(problem)
     if lack := kernel_lacks(problem):
         from rpe3d.attention.decode import plain
 

@@ -22,13 +22,13 @@ class _Pool:
         self.by_stream: dict[tuple[int, int], Tensor] = {}
 
     def take(self, n: int) -> Tensor | None:
-        """n counters that nobody else has, while there are any."""
+        """Return n counters that nobody else has, while there are any."""
         start, self.used = self.used, self.used + -(-n // _ROUND) * _ROUND
         return self.counters[start : start + n] if self.used <= _SIZE else None
 
 
 def zeros(n: int, device: torch.device) -> Int32[Tensor, " n"]:
-    """n zeros, which the kernel about to be launched in the current stream may use and has to leave zero.
+    """Return n zeros, which the kernel about to be launched in the current stream may use and has to leave zero.
 
     A launch that is captured in a CUDA graph gets counters of its own, since graphs may run side by side. Zeros made
     for the occasion would cost a second launch; they are the last resort.

@@ -85,7 +85,7 @@ def _decode_kernel(
     BLOCK_N: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """The rows of one tile, and where their keys are: see `_attend`."""
+    """Compute the rows of one tile, and where their keys are: see `_attend`."""
     BLOCKS: tl.constexpr = (QUERIES * GROUP + BLOCK_M - 1) // BLOCK_M
     group = tl.program_id(1) // BLOCKS
     b = tl.program_id(2).to(tl.int64)
@@ -166,7 +166,7 @@ class Step:
         )
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The output and the log-sum-exp."""
+        """Return the output and the log-sum-exp."""
         out = torch.empty_like(q)
         lse, *scratch = self.made.results()
         self.launch(q, k, v, out, lse, *scratch, None if sinks is None else sinks.contiguous())

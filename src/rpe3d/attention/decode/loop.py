@@ -30,7 +30,7 @@ LOG2_E = math.log2(math.e)
 @triton.jit
 @no_type_check
 def _band(BANDS: tl.constexpr, R: tl.constexpr, p, start, stop):
-    """The keys [low, high) that queries at p see in region R, of those in [start, stop): Region.contains, causally."""
+    """Return the keys [low, high) of [start, stop) that queries at p see in region R: Region.contains, causally."""
     UNIT: tl.constexpr = BANDS[R][0]
     chunk = (p.to(tl.int32) // UNIT).to(tl.int64)  # positions fit into 32 bits, where division is much cheaper
     low = tl.maximum((chunk - BANDS[R][2]) * UNIT, start)
@@ -43,7 +43,7 @@ def _band(BANDS: tl.constexpr, R: tl.constexpr, p, start, stop):
 @triton.jit
 @no_type_check
 def _tile_of(p, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The tile that holds position p; tiles count through the chunks, and none straddles two."""
+    """Return the tile that holds position p; tiles count through the chunks, and none straddles two."""
     p = p.to(tl.int32)
     j = p // CHUNK
     return j * ((CHUNK + BLOCK_N - 1) // BLOCK_N) + (p - j * CHUNK) // BLOCK_N
@@ -54,7 +54,7 @@ def _tile_of(p, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr):
 def _tiles(
     BANDS: tl.constexpr, R: tl.constexpr, lowest, highest, start, stop, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """A region's keys [low, high) for queries at lowest .. highest, its first tile, and how many there are."""
+    """Return a region's keys [low, high) for queries at lowest .. highest, its first tile, and how many there are."""
     low, _ = _band(BANDS, R, lowest, start, stop)
     _, high = _band(BANDS, R, highest, start, stop)
     first_tile = _tile_of(low, CHUNK, BLOCK_N)
@@ -65,7 +65,7 @@ def _tiles(
 @triton.jit
 @no_type_check
 def _query_turn(row, p):
-    """Turn.position(p) - p less the key's start, and the phase in turns: what does not depend on the key's chunk."""
+    """Return Turn.position(p) - p less the key's start, and the phase in turns: what no key's chunk changes."""
     chunk = tl.load(row).to(tl.int32)
     j = (p.to(tl.int32) // chunk).to(tl.int64)
     x = tl.minimum(tl.load(row + 1) * (p - j * chunk).to(tl.float64), tl.load(row + 4))
@@ -77,7 +77,7 @@ def _query_turn(row, p):
 @triton.jit
 @no_type_check
 def _fade(row, p):
-    """Fade.shift of queries at p, the loss in base 2."""
+    """Return Fade.shift of queries at p, the loss in base 2."""
     span = tl.load(row + 14).to(tl.float32)
     beyond = tl.log2(tl.maximum(p.to(tl.float32) / span, 1.0))
     eased = 1.0 - tl.exp2(-tl.load(row + 13).to(tl.float32) * tl.log2(1.0 + beyond / tl.log2(span)))
@@ -87,7 +87,7 @@ def _fade(row, p):
 @triton.jit
 @no_type_check
 def _partner(DIM: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """For each dimension: its pair, the other member of it, the sign of that one's share, and whether it turns."""
+    """Return each dimension's pair, the other member of it, the sign of that one's share, and whether it turns."""
     d = tl.arange(0, WIDTH)[None, :]
     if INTERLEAVED:
         return d // 2, d + 1 - 2 * (d % 2), 2.0 * (d % 2) - 1.0, d < 2 * PAIRS
@@ -97,7 +97,7 @@ def _partner(DIM: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr, INTERL
 @triton.jit
 @no_type_check
 def _turned(here, there, sign, pairs, theta, x, phase, slope, key_phase, key_rate, j):
-    """The query rows turned to where their region shows them to key chunk j: by θ (x - slope · j) + phases.
+    """Return the query rows turned to where their region shows them to key chunk j: by θ (x - slope · j) + phases.
 
     Angles are float64 until whole turns are dropped. Everything is in registers: the loop over keys waits for this.
     """
@@ -112,7 +112,7 @@ def _turned(here, there, sign, pairs, theta, x, phase, slope, key_phase, key_rat
 @triton.jit
 @no_type_check
 def _dot(a, b, acc, WIDEN: tl.constexpr):
-    """a b + acc. WIDEN: for Triton's interpreter, which multiplies bf16 as integers; the product is the same."""
+    """Return a b + acc. WIDEN: for Triton's interpreter, which multiplies bf16 as integers; the product is the same."""
     if WIDEN:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     return tl.dot(a, b, acc, input_precision="ieee")
@@ -140,14 +140,14 @@ def _finish(out, lse, sinks, head, live, largest, total, acc, DIM: tl.constexpr,
 @triton.jit
 @no_type_check
 def _log(largest, total):
-    """log2 of a sum that is total · 2^largest."""
+    """Return log2 of a sum that is total · 2^largest."""
     return tl.where(total == 0.0, float("-inf"), largest + tl.log2(tl.where(total == 0.0, 1.0, total)))
 
 
 @triton.jit
 @no_type_check
 def _if(condition, live):
-    """`live` where one condition holds for all rows, else nothing. (The interpreter knows no `&` of a scalar.)"""
+    """Return `live` where a condition holds for all rows, else nothing; the interpreter knows no `&` of a scalar."""
     return tl.where(condition, live.to(tl.int32), 0) != 0
 
 
@@ -202,8 +202,7 @@ def _merge(
     FADES: tl.constexpr, QUERIES: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     DIM: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of the result from their splits, of which the first `written` have a share, the first `faded` of them
-    one that fades.
+    """Compute ROWS rows of the result from their splits: `written` have a share, the first `faded` one that fades.
 
     As many splits at a time as registers hold; what other programs wrote is read past the nearest cache.
     """
@@ -266,7 +265,7 @@ def _attend(
     PAGE: tl.constexpr, SPLIT: tl.constexpr, LEAST_TILES: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_M rows (queries x heads of one group) at positions p against one split of the keys at start .. stop.
+    """Compute BLOCK_M rows (queries x heads of a group) at positions p against one split of the keys at start .. stop.
 
     The key at position x has index x - offset; with `pages` it lies in slot x mod PAGE of page pages[x div PAGE].
     With SPLIT, a split leaves its share in parts [b, h, t, splits, d] and logs [b, h, t, splits], in base 2 (one
@@ -394,7 +393,7 @@ def _cdiv(n: int, step: int) -> int:
 
 
 def _power(n: int) -> int:
-    """The power of two from n on. Triton's own functions of this kind take microseconds, several times a step."""
+    """Return the power of two from n on. Triton's own functions for it take microseconds, several times a step."""
     return 1 << (n - 1).bit_length()
 
 
@@ -431,5 +430,5 @@ def tile(rows: int, width: int, itemsize: int, chunk: int | None) -> dict[str, i
 
 
 def scratch(splits: int, plan: Plan) -> tuple[int, int]:
-    """How many shares, and how many numbers about them, a row of the result leaves; none where nothing is split."""
+    """Say how many shares, and how many numbers about them, a row of the result leaves; none where nothing is split."""
     return (splits + plan.fades, splits + 3 * plan.fades) if splits > 1 else (0, 0)

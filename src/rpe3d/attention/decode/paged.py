@@ -74,7 +74,7 @@ def _paged_kernel(
     PAGE: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """BLOCK_M rows (queries x heads of one group) against one split of a sequence's keys; see `_decode_kernel`.
+    """Compute BLOCK_M rows (queries x heads of a group) against one split of a sequence's keys; see `_decode_kernel`.
 
     The queries of sequence b are its last tokens, at lengths[b] - QUERIES and on; its key at position p lies in slot
     p mod PAGE of page pages[b, p div PAGE]. A sequence of length 0 sees nothing.
@@ -112,7 +112,7 @@ STAGES = 5
 
 
 def warps(ways: int) -> int:
-    """For a law that turns q and k in so many ways: four, and where their registers would spill (`dca`) eight."""
+    """Return the warps for a law with so many turns: four, and where their registers would spill (`dca`) eight."""
     return 8 if ways > 2 else 4
 
 
@@ -130,7 +130,7 @@ def attend(
     splits: int | None = None,
     **options: int,
 ) -> tuple[Tensor, Tensor]:
-    """The last t tokens of every sequence against all of it: the output [b, h, t, d] and the log-sum-exp [b, h, t].
+    """Attend from the last t tokens of every sequence to all of it; return the output [b, h, t, d] and the log-sum-exp.
 
     q is [b, h, t, d]; k and v are the cache [pages, tokens per page, g, d], turned by stock RoPE; `pages` [b, n] holds
     the page numbers of every sequence and `lengths` [b] its tokens, those of the queries included (at least t, or 0

@@ -82,7 +82,7 @@ class Step:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, choosers: reference.Choosers | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The output and the log-sum-exp. choosers: of these keys and perhaps more."""
+        """Return the output and the log-sum-exp. choosers: of these keys and perhaps more."""
         picks: Picks = {}
         if self.problem.law.chooses:
             x = replace(self.problem, q=q, k=k, v=v)
@@ -105,7 +105,7 @@ class Step:
     def _attend(
         self, part: Part, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, picks: Picks
     ) -> tuple[Tensor, Tensor]:
-        """One call per piece, merged. Batch and key heads are one dimension, a view of any cache."""
+        """Return one call per piece, merged. Batch and key heads are one dimension, a view of any cache."""
         (b, h, t, d), g = q.shape, k.shape[1]
         k, v = k.flatten(0, 1), v.flatten(0, 1)
         rows = q.reshape(1, b * g, -1, d)
@@ -153,7 +153,7 @@ def _shift(results: list[tuple[Tensor, Tensor]], faded: list[tuple[int, Tensor]]
 def _merged(
     results: list[tuple[Tensor, Tensor]], rows: Tensor, v: Tensor, sinks: Tensor | None
 ) -> tuple[Float[Tensor, "g r e"], Float[Tensor, "g r"]]:
-    """softmax over all keys from softmaxes over stretches of them."""
+    """Return softmax over all keys from softmaxes over stretches of them."""
     if len(results) == 1 and sinks is None and results[0][0].shape[0] == 1:
         return results[0][0][0], results[0][1][0]
     precise = torch.promote_types(rows.dtype, torch.float32)
@@ -229,14 +229,14 @@ def _part(x: Problem, batch: slice, queries: list[int], where: slice, positions:
 
 
 def _seen(region: Region, p: int, keys: range) -> tuple[int, int]:
-    """The keys [low, high) that a query at p sees in a region: Region.contains, causally."""
+    """Return the keys [low, high) that a query at p sees in a region: Region.contains, causally."""
     unit, first, last, most, least = band(region)
     chunk = p // unit
     return max((chunk - last) * unit, keys.start, least), min((chunk - first + 1) * unit, p + 1, keys.stop, most)
 
 
 def _cut(low: int, high: int, chunk: int | None) -> list[tuple[int, int]]:
-    """[low, high) as a part of a chunk, whole chunks, and a part of a chunk, each if there."""
+    """Return [low, high) as a part of a chunk, whole chunks, and a part of a chunk, each if there."""
     if chunk is None:
         return [(low, high)]
     first, last = -(-low // chunk) * chunk, high // chunk * chunk
@@ -245,7 +245,7 @@ def _cut(low: int, high: int, chunk: int | None) -> list[tuple[int, int]]:
 
 
 def _mask(x: Problem, seen: list[tuple[int, int]], low: int, high: int, n: int) -> Tensor | None:
-    """What the rows of every stretch of [low, high) do not see, given what each query sees of its region."""
+    """Return what the rows of every stretch of [low, high) do not see, given what each query sees of its region."""
     if all(a <= low and high <= b for a, b in seen):
         return None
     key = torch.arange(low, high, device=x.q.device)
@@ -256,7 +256,7 @@ def _mask(x: Problem, seen: list[tuple[int, int]], low: int, high: int, n: int) 
 
 
 def has_flash(x: Problem) -> bool:
-    """Whether the library takes the problem. Vectors that are not contiguous in d it would take, and read wrongly."""
+    """Say whether the library takes the problem. It would take vectors not contiguous in d, and read them wrongly."""
     contiguous = all(y.stride(3) == 1 for y in (x.q, x.k, x.v))
     return x.q.device.type == "cpu" and x.softcap is None and x.v.shape[3] == x.q.shape[3] and contiguous
 
@@ -269,7 +269,7 @@ def _flash(
     sharpness: Float[Tensor, "r 1"] | None,
     scale: float,
 ) -> tuple[Float[Tensor, "n g r d"], Float[Tensor, "n g r"]]:
-    """The CPU's attention, which calls the log-sum-exp of a row that sees nothing 0."""
+    """Return the CPU's attention, which calls the log-sum-exp of a row that sees nothing 0."""
     if sharpness is not None:
         q = (q * sharpness).to(q.dtype)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask, scale=scale)
@@ -285,7 +285,7 @@ def _products(
     scale: float,
     softcap: float | None,
 ) -> tuple[Float[Tensor, "n g r e"], Float[Tensor, "n g r"]]:
-    """The same, a key head at a time: a product over all of them would copy the keys."""
+    """Return the same, a key head at a time: a product over all of them would copy the keys."""
     products = [a @ b.mT for a, b in zip(q.expand(len(k), -1, -1, -1).unbind(1), k.unbind(1), strict=True)]
     scores = torch.stack(products, 1).to(torch.promote_types(q.dtype, torch.float32)) * scale
     if softcap is not None:

@@ -35,7 +35,7 @@ class Part(NamedTuple):
     """It is one of those that `fade` applies to, of which the merge has two numbers for every row."""
 
     def rows(self, rows: slice) -> Part:
-        """Some rows of a whole result: views."""
+        """Return some rows of a whole result: views."""
         return Part(self.out[:, :, rows], self.lse[:, :, rows])
 
 
@@ -48,7 +48,7 @@ def merge(
     fade: Float[Tensor, "2 t"] | None = None,
     impl: str = "auto",
 ) -> None:
-    """out = Σ_i o_i exp(lse_i - lse), lse = log Σ_i exp(lse_i), written into the tensors given.
+    """Return out = Σ_i o_i exp(lse_i - lse), lse = log Σ_i exp(lse_i), written into the tensors given.
 
     One to twelve parts, any strides with a contiguous last dimension. A row that a part does not hold, or where lse_i
     is -inf, was not seen by it, and o_i is not looked at, whatever it holds; seen by none, a row is zeros and -inf.
@@ -78,7 +78,7 @@ def merge_checked(
     *,
     fused: bool,
 ) -> None:
-    """`merge` for arguments known to be right, as those of the blocks are, of which there are many."""
+    """Return `merge` for arguments known to be right, as those of the blocks are, of which there are many."""
     with torch.no_grad():
         if not (fused and _HAS_TRITON):
             _plain(parts, out, lse, sinks, fade)
@@ -89,7 +89,7 @@ def merge_checked(
 
 
 def add_up(parts: Sequence[Part], out: Float[Tensor, "b h t e"]) -> None:
-    """out = Σ_i o_i over the parts that hold a row, zeros where none does: how gradients of parts meet.
+    """Return out = Σ_i o_i over the parts that hold a row, zeros where none does: how gradients of parts meet.
 
     Written into the tensor given, in one pass over memory on CUDA; any number of parts, whose `lse` is not looked at.
     """
@@ -108,7 +108,7 @@ def add_up(parts: Sequence[Part], out: Float[Tensor, "b h t e"]) -> None:
 
 
 def _plain(parts: Sequence[Part], out: Tensor, lse: Tensor, sinks: Tensor | None, fade: Tensor | None) -> None:
-    """The specification of the kernel: everything is computed before anything is written."""
+    """Return the specification of the kernel: everything is computed before anything is written."""
     precise = torch.promote_types(lse.dtype, torch.float32)
     logs = torch.full((len(parts) + 1, *lse.shape), -torch.inf, dtype=precise, device=lse.device)
     for log, part in zip(logs, parts, strict=False):
@@ -132,7 +132,7 @@ def _plain(parts: Sequence[Part], out: Tensor, lse: Tensor, sinks: Tensor | None
 
 
 def _held(part: Part, x: Tensor) -> list[tuple[slice, Tensor]]:
-    """Which rows of the result the part holds, and its values there."""
+    """Return which rows of the result the part holds, and its values there."""
     if not part.step:
         return [(slice(part.start, part.start + x.shape[2]), x)]
     starts = (part.start + n * part.step for n in range(x.shape[0]))

@@ -18,7 +18,7 @@ from rpe3d.rotation.launch import Launcher
 @triton.jit
 @no_type_check
 def _row(first, tokens, place, ALIGNED: tl.constexpr, BLOCK_T: tl.constexpr):
-    """Where a part has rows first .. first + BLOCK_T of the result: repetition, row, and whether it has them at all.
+    """Say where a part has rows first .. first + BLOCK_T of the result: repetition, row, and whether it has them.
 
     A place is start, rows, step, repetitions. ALIGNED: all of them fall on tiles, which divide once.
     """
@@ -35,7 +35,7 @@ def _row(first, tokens, place, ALIGNED: tl.constexpr, BLOCK_T: tl.constexpr):
 @triton.jit
 @no_type_check
 def _log(lse, strides, first, tokens, b, h, place, ALIGNED: tl.constexpr, BLOCK_T: tl.constexpr):
-    """A part's log-sum-exp of rows first .. first + BLOCK_T; -inf in those that it does not hold."""
+    """Return a part's log-sum-exp of rows first .. first + BLOCK_T; -inf in those that it does not hold."""
     n, row, held = _row(first, tokens, place, ALIGNED, BLOCK_T)
     at = (n + b) * strides[0] + h * strides[1] + row * strides[2]
     return tl.load(lse + at, mask=held, other=float("-inf")).to(tl.float32)
@@ -71,7 +71,7 @@ def _merge_kernel(
     ALIGNED: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """BLOCK_T rows of one head per program. Loads do not wait for each other; all of them precede the stores."""
+    """Return BLOCK_T rows of one head per program. Loads do not wait for each other; all of them precede the stores."""
     program = tl.program_id(0)
     tiles = tl.cdiv(tokens, BLOCK_T)
     h = ((program // tiles) % heads).to(tl.int64)  # offsets pass 2^31 elements at a million tokens
@@ -148,7 +148,7 @@ def _add_kernel(
     ALIGNED: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """BLOCK_T rows of one head per program. Equals merge.add_up's plain sum."""
+    """Return BLOCK_T rows of one head per program. Equals merge.add_up's plain sum."""
     program = tl.program_id(0)
     tiles = tl.cdiv(tokens, BLOCK_T)
     h = ((program // tiles) % heads).to(tl.int64)  # offsets pass 2^31 elements at a million tokens

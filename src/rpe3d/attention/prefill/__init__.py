@@ -108,7 +108,7 @@ class Step:
         self.launch: Any = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The output and the log-sum-exp."""
+        """Return the output and the log-sum-exp."""
         q, k, v = (y if y.stride(3) == 1 else y.contiguous() for y in (q, k, v))
         vectors = [q, k]
         for sides, turning in self.turnings:
@@ -126,7 +126,7 @@ class Step:
 
 
 def _same(x: Problem, spans: Sequence[Span]) -> Span | None:
-    """The span of all sequences, if they have the same and it leaves out no slot."""
+    """Return the span of all sequences, if they have the same and it leaves out no slot."""
     first, (b, _, t, _), s = spans[0], x.q.shape, x.k.shape[2]
     if (len(first.queries), len(first.keys)) != (t, s):
         return None
@@ -137,7 +137,7 @@ def _same(x: Problem, spans: Sequence[Span]) -> Span | None:
 
 
 def _launches(regions: Sequence[Region], *, together: bool) -> list[list[tuple[int, Turn]]]:
-    """What is to be turned, queries (0) and keys (1), by which turns: two at a time where their tokens are as many."""
+    """Return what is turned, queries (0) and keys (1), and how: two at a time where their tokens are as many."""
     queries = [(0, turn) for turn in dict.fromkeys(region.query for region in regions) if not turn.is_stock]
     keys = [(1, turn) for turn in dict.fromkeys(region.key for region in regions) if not turn.is_stock]
     if not together:
@@ -148,7 +148,7 @@ def _launches(regions: Sequence[Region], *, together: bool) -> list[list[tuple[i
 def _table(
     turn: Turn, positions: range | Int[Tensor, "b n"], theta: Float64[Tensor, " l"], everything: range
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin from stock RoPE to `turn`, at every token. Padding stands anywhere."""
+    """Return cos and sin from stock RoPE to `turn`, at every token. Padding stands anywhere."""
     if isinstance(positions, range):
         return table(turn, positions, theta, torch.float32)
     cos, sin = table(turn, everything, theta, torch.float32)
@@ -157,7 +157,7 @@ def _table(
 
 
 def _on_device(spans: Sequence[Span], b: int, device: torch.device) -> Int[Tensor, "b 6"]:
-    """What the kernel reads of each sequence; zeros for one without tokens."""
+    """Return what the kernel reads of each sequence; zeros for one without tokens."""
     numbers = torch.zeros(b, 6, dtype=torch.int32)
     for span in spans:
         query = (span.query.start, len(span.queries), span.queries.start)

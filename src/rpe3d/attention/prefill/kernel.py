@@ -30,7 +30,7 @@ LOG2_E = math.log2(math.e)
 @triton.jit
 @no_type_check
 def _interval(band, p, start, stop):
-    """The keys [low, high) that queries at p see in a region, of those in [start, stop): Region.contains, causally."""
+    """Return the keys [low, high) of [start, stop) that queries at p see in a region: Region.contains, causally."""
     chunk = (tl.maximum(p, 0) // band[0]).to(tl.int64)
     start = tl.maximum(start, band[4])
     low = tl.maximum((chunk - band[2]) * band[0], start)
@@ -41,7 +41,7 @@ def _interval(band, p, start, stop):
 @triton.jit
 @no_type_check
 def _dot(a, b, acc, WIDEN: tl.constexpr, PRECISION: tl.constexpr):
-    """a b + acc. WIDEN: for Triton's interpreter, which multiplies bf16 as integers; the product is the same."""
+    """Return a b + acc. WIDEN: for Triton's interpreter, which multiplies bf16 as integers; the product is the same."""
     if WIDEN:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     return tl.dot(a, b, acc, input_precision=PRECISION)
@@ -50,7 +50,7 @@ def _dot(a, b, acc, WIDEN: tl.constexpr, PRECISION: tl.constexpr):
 @triton.jit
 @no_type_check
 def _fade(fade, p):
-    """Fade.shift of queries at p, the loss in base 2. A fade is rate, focus, span."""
+    """Return Fade.shift of queries at p, the loss in base 2. A fade is rate, focus, span."""
     beyond = tl.log2(tl.maximum(p.to(tl.float32) / fade[2], 1.0))
     eased = 1.0 - tl.exp2(-fade[1] * tl.log2(1.0 + beyond / tl.log2(fade[2])))
     return eased, fade[0] * beyond
@@ -63,7 +63,7 @@ def _tile(
     EDGE: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK_N: tl.constexpr,
     WIDEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One step of online softmax: keys n .. n + BLOCK_N. At an EDGE row r sees [low_r, high_r) of [least, most).
+    """Return one step of online softmax: keys n .. n + BLOCK_N. At an EDGE row r sees [low_r, high_r) of [least, most).
 
     `scale` is one number, or with ROWS one for every row.
     """
@@ -147,7 +147,7 @@ def _prefill_kernel(
     WIDEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """BLOCK_M queries of one head per program.
+    """Compute BLOCK_M queries of one head per program.
 
     `spans` holds six numbers per sequence: where its queries begin, their number, the position of the first; the same
     of its keys. Without it everything is a token, and positions start at query_start and key_start.
@@ -301,7 +301,7 @@ def bind(
     softcap: float | None,
     **options: Any,
 ) -> Bound:
-    """The launch for vectors like these: one q and k for each of the regions. It takes (qs, ks, v, out, lse, sinks).
+    """Return the launch for vectors like these, one q and k per region. It takes (qs, ks, v, out, lse, sinks).
 
     Of the regions only the first may fade. `starts` are the positions of the first query and key where there are no
     `spans`.

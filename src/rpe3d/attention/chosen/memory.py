@@ -1,0 +1,61 @@
+"""Summaries of a cache's blocks, kept from one decoding step to the next.
+
+A block's summary never changes, so a step need not read the keys of every block again. But a cache can be cropped,
+reordered, filled again or belong to another text, and nobody tells. So each summary is kept with a print of the keys it
+was made from: sums of the bits of PRINTED numbers of each, and of the first keys, from whose mean all summaries differ.
+A step takes the prints anew and makes again the summaries that no longer fit. Nothing has to be invalidated.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import BFloat16, Float32, Int64
+from torch import Tensor
+
+from rpe3d.geometry import Law
+
+PRINTED = 8
+
+
+class Memory:
+    """The summaries of one layer's cache; room for those of any, which it makes as it needs it."""
+
+    def __init__(self) -> None:
+        self.kind: tuple[object, ...] = ()
+        self.summaries: BFloat16[Tensor, "b g m d"]
+        self.prints: Int64[Tensor, "b g m"]
+        self.centre: Float32[Tensor, "b g d"]
+        self.centre_print: Int64[Tensor, "b g"]
+
+    def prepare(self, law: Law, k: Tensor, blocks: int) -> None:
+        """Have room for so many blocks of these keys under a law; what is kept of others of that shape stays."""
+        b, g, _, d = k.shape
+        stream = torch.cuda.current_stream(k.device).cuda_stream if k.is_cuda else 0
+        kind = (law.json, b, g, d, k.dtype, k.device, stream)
+        if kind == self.kind and blocks <= self.summaries.shape[2]:
+            return
+        room = 1 << max(5, (blocks - 1).bit_length())
+        self.kind = kind
+        self.summaries = torch.empty(b, g, room, d, dtype=torch.bfloat16, device=k.device)
+        self.prints = torch.full((b, g, room), -1, dtype=torch.int64, device=k.device)
+        self.centre = torch.empty(b, g, d, dtype=torch.float32, device=k.device)
+        self.centre_print = torch.full((b, g), -1, dtype=torch.int64, device=k.device)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes that it takes."""
+        kept = (self.summaries, self.prints, self.centre, self.centre_print) if self.kind else ()
+        return sum(x.nbytes for x in kept)
+
+
+@runtime_checkable
+class Remembers(Protocol):
+    """A prepared problem that takes the memory of the cache its keys come from."""
+
+    remembers: bool
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, memory: Memory | None = None
+    ) -> tuple[Tensor, Tensor]: ...

@@ -1,0 +1,544 @@
+# mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
+"""Which far blocks the queries of a prompt choose: `Choice`, in five Triton kernels.
+
+    means   the mean key of every block, bare of its position
+    aims    what every query looks for
+    levels  scores of all blocks for all queries, one product on tensor cores, as 16-bit multiples of `Choice.STEP`
+    cuts    of every row the level and the block from which on it chooses: bisection, so that no row is sorted
+    unions  of every tile of queries the blocks that any of them chooses, and a bit for each that does
+
+A tile of queries lies within a chunk, so all of them may choose from the same blocks.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import BFloat16, Float32, Float64, Int16, Int32
+from torch import Tensor
+
+from rpe3d.attention.chooser import ALIKE, direction
+from rpe3d.attention.decode.loop import _cdiv, _power
+from rpe3d.attention.prefill.kernel import _dot
+from rpe3d.geometry import Law
+from rpe3d.geometry.region import Choice
+from rpe3d.rotation.launch import Launcher
+
+HIGHEST = tl.constexpr(32767)  # of a level: the first block, and what is not a number
+LOWEST = tl.constexpr(-32768)
+_ALIKE = tl.constexpr(ALIKE)
+WIDEST = 16384
+"""Levels of a row that `cuts` keeps in registers; of longer rows it reads them anew in every step."""
+
+
+@triton.jit
+@no_type_check
+def _halves(DIM: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Say where the first members of all pairs lie, the second ones, and what is not rotated; and which exist."""
+    pair = tl.arange(0, HALF)[None, :]
+    rest = 2 * PAIRS + tl.arange(0, REST)[None, :]
+    if INTERLEAVED:
+        return 2 * pair, 2 * pair + 1, rest, pair < PAIRS, rest < DIM
+    return pair, pair + PAIRS, rest, pair < PAIRS, rest < DIM
+
+
+@triton.jit
+@no_type_check
+def _load3(rows, live, one, two, rest, pairs, others, ROTATED: tl.constexpr):
+    """Vectors as three tensors in float32: both members of the pairs, and the rest (of which there may be nothing)."""
+    x = tl.load(rows + one, mask=live & pairs, other=0.0).to(tl.float32)
+    y = tl.load(rows + two, mask=live & pairs, other=0.0).to(tl.float32)
+    if ROTATED:  # noqa: SIM108 (the compiler decides)
+        z = tl.zeros_like(x)
+    else:
+        z = tl.load(rows + rest, mask=live & others, other=0.0).to(tl.float32)
+    return x, y, z
+
+
+@triton.jit
+@no_type_check
+def _cos_sin(turns):
+    """Of so many whole turns, in float64."""
+    angle = ((turns - tl.floor(turns + 0.5)) * 6.283185307179586).to(tl.float32)
+    return tl.cos(angle), tl.sin(angle)
+
+
+@triton.jit
+@no_type_check
+def _square(x, y, z, ROTATED: tl.constexpr):
+    square = tl.sum(x * x + y * y, 1)
+    if not ROTATED:
+        square += tl.sum(z * z, 1)
+    return square
+
+
+@triton.jit
+@no_type_check
+def _inverse(square, of):
+    """Return 1 / |x| from |x|², or 0 where `chooser.direction` is; of: the square of what x is a difference of."""
+    length = tl.sqrt(square)
+    return tl.where(length <= _ALIKE * tl.sqrt(of), 0.0, 1.0 / tl.maximum(length, 1.2e-38))
+
+
+@triton.jit
+@no_type_check
+def _in_bfloat16(x, WIDEN: tl.constexpr):
+    """Round to bfloat16, to nearest even. WIDEN: by hand, for Triton's interpreter, which cuts off."""
+    if WIDEN:
+        bits = x.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+        x = bits.to(tl.float32, bitcast=True)
+    return x.to(tl.bfloat16)
+
+
+@triton.jit(do_not_specialize=["blocks"])
+@no_type_check
+def _means_kernel(
+    k, means, table, scaling, blocks, k_b, k_h, k_s,
+    SIZE: tl.constexpr, LEAD: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr,
+    REST: tl.constexpr, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Compute BLOCK_M blocks of one key head per program. Equals `Chooser._means` for keys at positions 0, 1, ..."""
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    group, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    one, two, rest, pairs, others = _halves(DIM, PAIRS, HALF, REST, INTERLEAVED)
+    turn = tl.load(table + tl.arange(0, HALF)[None, :], mask=pairs, other=0.0)
+    live = (m < blocks)[:, None]
+    k += b * k_b + group * k_h
+    x = tl.zeros([BLOCK_M, HALF], tl.float32)
+    y = tl.zeros([BLOCK_M, HALF], tl.float32)
+    z = tl.zeros([BLOCK_M, HALF if ROTATED else REST], tl.float32)
+    for i in range(SIZE + LEAD):
+        p = m.to(tl.int64) * SIZE + i - LEAD
+        u, w, same = _load3(k + p[:, None] * k_s, live & (p >= 0)[:, None], one, two, rest, pairs, others, ROTATED)
+        cos, sin = _cos_sin(turn * p.to(tl.float64)[:, None])
+        x += u * cos + w * sin  # turned back
+        y += w * cos - u * sin
+        z += same
+    means += ((b * tl.num_programs(1) + group) * blocks + m)[:, None] * DIM
+    count = tl.where(m == 0, SIZE, SIZE + LEAD)[:, None].to(tl.float32)
+    tl.store(means + one, x * scaling / count, mask=live & pairs)
+    tl.store(means + two, y * scaling / count, mask=live & pairs)
+    if not ROTATED:
+        tl.store(means + rest, z / count, mask=live & others)
+
+
+@triton.jit(do_not_specialize=["first", "rows", "end", "query_start"])
+@no_type_check
+def _aims_kernel(
+    q, k, centre, aims, table, scaling, first, rows, end, query_start, decay, asking,
+    q_b, q_h, q_t, k_b, k_h, k_s,
+    GROUP: tl.constexpr, RECENT: tl.constexpr,
+    DIM: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+    ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Compute the aims of BLOCK_M queries at positions first, first + 1, ...; the first of q stands at query_start.
+
+    Equals `Chooser.aims`. Σ decay^i R(-(p - i)) k_{p-i} = R(-p) Σ decay^i R(i) k_{p-i}: each key is turned by its
+    distance, the same for all rows, and the sum by its position. Rows that no query stands at are zeros.
+    """
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    group, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    p = first + row
+    one, two, rest, pairs, others = _halves(DIM, PAIRS, HALF, REST, INTERLEAVED)
+    turn = tl.load(table + tl.arange(0, HALF)[None, :], mask=pairs, other=0.0)
+    live = (row < rows) & (p >= query_start) & (p < end)
+    k += b * k_b + group * k_h
+    x = tl.zeros([BLOCK_M, HALF], tl.float32)
+    y = tl.zeros([BLOCK_M, HALF], tl.float32)
+    z = tl.zeros([BLOCK_M, HALF if ROTATED else REST], tl.float32)
+    weight = tl.zeros([BLOCK_M], tl.float32)
+    share = 1.0
+    for i in range(RECENT):
+        there = live & (p >= i)
+        place = k + (p - i).to(tl.int64)[:, None] * k_s
+        u, w, same = _load3(place, there[:, None], one, two, rest, pairs, others, ROTATED)
+        cos, sin = _cos_sin(turn * i)
+        x += share * (u * cos - w * sin)
+        y += share * (w * cos + u * sin)
+        z += share * same
+        weight += tl.where(there, share, 0.0)
+        share *= decay
+    cos, sin = _cos_sin(turn * p.to(tl.float64)[:, None])
+    cos, sin = cos * scaling, sin * scaling
+    x, y = x * cos + y * sin, y * cos - x * sin
+    whole = _square(x, y, z, ROTATED)
+    centre += (b * tl.num_programs(1) + group) * DIM
+    x -= weight[:, None] * tl.load(centre + one, mask=pairs, other=0.0)
+    y -= weight[:, None] * tl.load(centre + two, mask=pairs, other=0.0)
+    if not ROTATED:
+        z -= weight[:, None] * tl.load(centre + rest, mask=others, other=0.0)
+    inverse = _inverse(_square(x, y, z, ROTATED), whole)[:, None]
+
+    a = tl.zeros([BLOCK_M, HALF], tl.float32)
+    c = tl.zeros([BLOCK_M, HALF], tl.float32)
+    e = tl.zeros([BLOCK_M, HALF if ROTATED else REST], tl.float32)
+    q += b * q_b + group * GROUP * q_h
+    for i in range(GROUP):
+        place = q + i * q_h + (p - query_start).to(tl.int64)[:, None] * q_t
+        u, w, same = _load3(place, live[:, None], one, two, rest, pairs, others, ROTATED)
+        a += u
+        c += w
+        e += same
+    a, c = a * cos + c * sin, c * cos - a * sin
+    square = _square(a, c, e, ROTATED)
+    asked = asking * _inverse(square, square)[:, None]
+    aims += ((b * tl.num_programs(1) + group) * rows + row).to(tl.int64)[:, None] * DIM
+    there = (row < rows)[:, None]
+    tl.store(aims + one, _in_bfloat16(x * inverse + a * asked, WIDEN), mask=there & pairs)
+    tl.store(aims + two, _in_bfloat16(y * inverse + c * asked, WIDEN), mask=there & pairs)
+    if not ROTATED:
+        tl.store(aims + rest, _in_bfloat16(z * inverse + e * asked, WIDEN), mask=there & others)
+
+
+@triton.jit
+@no_type_check
+def _level(score, INVERSE_STEP: tl.constexpr):
+    """Return a score as a multiple of `Choice.STEP`, cut at ±2."""
+    level = tl.minimum(tl.maximum(tl.floor(score * INVERSE_STEP + 0.5), LOWEST), HIGHEST - 1)
+    return tl.where(score == score, level, HIGHEST).to(tl.int16)
+
+
+@triton.jit
+@no_type_check
+def _choosable(p, chunk, near, per_chunk):
+    """Say how many blocks a query at p may choose from: those of chunks more than `near` before its own."""
+    return tl.maximum(p // chunk - near, 0) * per_chunk
+
+
+@triton.jit(do_not_specialize=["first", "rows", "blocks"])
+@no_type_check
+def _levels_kernel(
+    aims, summaries, levels, first, rows, blocks, stride, chunk, near, per_chunk, all_blocks,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, INVERSE_STEP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Compute the levels of BLOCK_N blocks for BLOCK_M rows; nothing where none of these may choose any of those."""
+    across = tl.cdiv(blocks, BLOCK_N)
+    row = tl.program_id(0) // across * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(0) % across * BLOCK_N + tl.arange(0, BLOCK_N)
+    last = first + tl.minimum(tl.max(row, 0), rows - 1)
+    if tl.min(n, 0) < _choosable(last, chunk, near, per_chunk):
+        head = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+        d = tl.arange(0, WIDTH)[None, :]
+        place = aims + (head * rows + row).to(tl.int64)[:, None] * DIM + d
+        aim = tl.load(place, mask=(row < rows)[:, None] & (d < DIM), other=0.0)
+        place = summaries + (head * all_blocks + n).to(tl.int64)[:, None] * DIM + d
+        summary = tl.load(place, mask=(n < blocks)[:, None] & (d < DIM), other=0.0)
+        score = _dot(aim, tl.trans(summary), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), WIDEN, "ieee")
+        level = _level(score, INVERSE_STEP)
+        place = levels + (head * rows + row).to(tl.int64)[:, None] * stride + n[None, :]
+        tl.store(place, level, mask=(row < rows)[:, None])  # a row has room for whole tiles
+
+
+@triton.jit
+@no_type_check
+def _row_levels(levels, n, can):
+    """Levels of rows for blocks n, the first block's the highest; below all where there is no such block."""
+    level = tl.load(levels + n, mask=n < can, other=0).to(tl.int32)
+    level = tl.where(n == 0, HIGHEST, level)
+    return tl.where(n < can, level, LOWEST - 1)
+
+
+@triton.jit
+@no_type_check
+def _count(level, levels, n, can, least, tiles, ACROSS: tl.constexpr, TILES: tl.constexpr):
+    """Say how many blocks of each row have at least a level; those of the first ACROSS blocks are in `level`."""
+    count = tl.sum((level >= least[:, None]).to(tl.int32), 1)
+    if TILES > 1:
+        for i in range(1, tiles):
+            more = _row_levels(levels, n + i * ACROSS, can)
+            count += tl.sum((more >= least[:, None]).to(tl.int32), 1)
+    return count
+
+
+@triton.jit
+@no_type_check
+def _tail(level, n, can, most, ACROSS: tl.constexpr):
+    """Return the level that `most` blocks of a row lie above if levels are normal, and how much lower twice as many do.
+
+    The tail of a normal distribution by formula 26.2.22 of Abramowitz and Stegun.
+    """
+    some = (n > 0) & (n < can[:, None])
+    number = tl.maximum(tl.minimum(can, ACROSS) - 1, 1).to(tl.float32)
+    x = tl.where(some, level.to(tl.float32), 0.0)
+    mean = tl.sum(x, 1) / number
+    x = tl.where(some, x - mean[:, None], 0.0)
+    deviation = tl.sqrt(tl.sum(x * x, 1) / number) + 1.0
+    t = tl.sqrt(2.0 * tl.log(tl.maximum(can.to(tl.float32) / most, 1.0)) + 1e-6)
+    z = t - (2.30753 + 0.27061 * t) / (1.0 + 0.99229 * t + 0.04481 * t * t)
+    return mean + z * deviation, 0.6931472 * deviation / tl.maximum(z, 0.5)
+
+
+@triton.jit
+@no_type_check
+def _search(levels, can, most, ROWS: tl.constexpr, ACROSS: tl.constexpr, TILES: tl.constexpr):
+    """Of every row the lowest level that it chooses, and the first block that it chooses of those at that level.
+
+    A row chooses `most` blocks of the first `can`: those above the level, and of those at it the last ones. One that
+    has no more to choose from takes all: a level below all. The level is searched for between one that too few blocks
+    have and one that enough have, by interpolating the logarithm of their number, and by halving every third time.
+    """
+    searches = can > most
+    low = tl.full([ROWS], LOWEST - 1, tl.int32)
+    begin = tl.zeros([ROWS], tl.int32)
+    if tl.max(can) > most:
+        tiles = tl.cdiv(tl.max(can), ACROSS)
+        n = tl.arange(0, ACROSS)[None, :]
+        level = _row_levels(levels, n, can[:, None])
+        # The first block alone has the highest level, and what is not a number.
+        count = _count(level, levels, n, can[:, None], tl.full([ROWS], HIGHEST, tl.int32), tiles, ACROSS, TILES)
+        flooded = count >= most
+        low = tl.where(flooded, HIGHEST, low)
+        high = tl.where(flooded, HIGHEST + 1, tl.full([ROWS], HIGHEST, tl.int32))
+        enough, few = tl.where(flooded, count, can), tl.where(flooded, 0, count)
+        guess, width = _tail(level, n, can, most, ACROSS)
+        turn = 0
+        while tl.max(tl.where(searches & (enough != most), high - low, 0)) > 1:
+            above = tl.log2(tl.maximum(enough, most).to(tl.float32) / (most - 0.5))
+            share = above / (above + tl.log2((most - 0.5) / tl.maximum(few, 0.5)))
+            share = tl.where(turn % 3 == 1, 0.5, share)
+            middle = low + ((high - low).to(tl.float32) * share).to(tl.int32)
+            middle = tl.where(turn < 2, guess.to(tl.int32), middle)
+            middle = tl.minimum(tl.maximum(middle, low + 1), tl.maximum(high - 1, low + 1))
+            count = _count(level, levels, n, can[:, None], middle, tiles, ACROSS, TILES)
+            guess = middle + width * tl.log2(tl.maximum(count, 0.5) / (most - 0.5))
+            open = (high - low > 1) & (enough != most)
+            up, down = open & (count >= most), open & (count < most)
+            low, enough = tl.where(up, middle, low), tl.where(up, count, enough)
+            high, few = tl.where(down, middle, high), tl.where(down, count, few)
+            turn += 1
+        if tl.max(tl.where(searches, enough, 0)) > most:  # blocks are level, and the last of them are chosen
+            wanted = most - few
+            end = can
+            while tl.max(end - begin) > 1:
+                middle = (begin + end) >> 1
+                count = tl.sum(((level == low[:, None]) & (n >= middle[:, None])).to(tl.int32), 1)
+                if TILES > 1:
+                    for i in range(1, tiles):
+                        more = _row_levels(levels, n + i * ACROSS, can[:, None])
+                        later = (more == low[:, None]) & (n + i * ACROSS >= middle[:, None])
+                        count += tl.sum(later.to(tl.int32), 1)
+                open = end - begin > 1
+                begin = tl.where(open & (count >= wanted), middle, begin)
+                end = tl.where(open & (count < wanted), middle, end)
+            begin = tl.where(enough > most, begin, 0)
+    return tl.where(searches, low, LOWEST - 1), tl.where(searches, begin, 0)
+
+
+@triton.jit(do_not_specialize=["first", "rows"])
+@no_type_check
+def _cuts_kernel(
+    levels, cuts, first, rows, stride, most, chunk, near, per_chunk,
+    ROWS: tl.constexpr, ACROSS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Compute ROWS rows per program: `_search`."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    head = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    can = tl.where(row < rows, _choosable(first + row, chunk, near, per_chunk), 0)
+    low, begin = _search(levels + (head * rows + row).to(tl.int64)[:, None] * stride, can, most, ROWS, ACROSS, TILES)
+    place = cuts + (head * rows + row) * 2
+    tl.store(place, low, mask=row < rows)
+    tl.store(place + 1, begin, mask=row < rows)
+
+
+@triton.jit(do_not_specialize=["first", "rows", "query_start", "end", "tiles", "first_tile", "room"])
+@no_type_check
+def _unions_kernel(
+    levels, cuts, picked, bits, counts, first, rows, stride, query_start, end, chunk, near, per_chunk,
+    tiles, first_tile, room,
+    TILE: tl.constexpr, ACROSS: tl.constexpr,
+):  # fmt: skip
+    """Compute TILE queries per program: the blocks that any of them chooses, in order, with bit r where row r does.
+
+    They are written as tile `first_tile` and those after it, of `tiles` that there are.
+    """
+    tile = tl.program_id(0)
+    row = tile * TILE + tl.arange(0, TILE)
+    head = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    p = first + row
+    live = (row < rows) & (p >= query_start) & (p < end)
+    can = _choosable(first + tile * TILE, chunk, near, per_chunk)  # the same for all, since a tile lies in a chunk
+    at = (head * rows + row).to(tl.int64)
+    low = tl.load(cuts + at * 2, mask=live, other=HIGHEST + 1)[:, None]
+    begin = tl.load(cuts + at * 2 + 1, mask=live, other=0)[:, None]
+    levels += at[:, None] * stride
+    place = head * tiles + first_tile + tile
+    list = place * room
+    bit = (1 << tl.arange(0, TILE).to(tl.int64))[:, None]
+    count = tl.zeros([], tl.int32)
+    for start in range(0, can, ACROSS):
+        n = start + tl.arange(0, ACROSS)[None, :]
+        level = _row_levels(levels, n, tl.where(live, can, 0)[:, None])
+        chosen = live[:, None] & (n < can) & ((level > low) | ((level == low) & (n >= begin)))
+        word = tl.sum(tl.where(chosen, bit, 0), 0)
+        some = (word != 0).to(tl.int32)
+        entry = list + count + tl.cumsum(some, 0) - some
+        tl.store(picked + entry, start + tl.arange(0, ACROSS), mask=some != 0)
+        tl.store(bits + entry, word.to(tl.int32), mask=some != 0)
+        count += tl.sum(some, 0)
+    tl.store(counts + place, count)
+
+
+_means, _aims, _levels = Launcher(_means_kernel), Launcher(_aims_kernel), Launcher(_levels_kernel)
+_cuts, _unions = Launcher(_cuts_kernel), Launcher(_unions_kernel)
+INTERPRETED = _means.interpreted
+
+
+def _table(law: Law) -> Float64[Tensor, " n"]:
+    """Return θ_l / 2π, and slope and start of the far queries' turn: x(p) - p = slope · (p div chunk) + start.
+
+    In float64, because a kernel's own scalars are float32, whose steps at position 1,000,000 are 0.06.
+    """
+    turn = law.regions[-1].query
+    shift = torch.tensor([turn.stride - turn.chunk, turn.start], dtype=torch.float64)
+    return torch.cat([law.frequencies() / (2 * torch.pi), shift])
+
+
+class Unions(NamedTuple):
+    """Of every tile of queries: the blocks that some of them choose, a bit for each row that does, and how many."""
+
+    picked: Int32[Tensor, "b g tiles room"]
+    bits: Int32[Tensor, "b g tiles room"]
+    counts: Int32[Tensor, "b g tiles"]
+
+
+class Selection:
+    """A law's region with a choice, as its kernels see it; `tile` queries choose at a time, all of one chunk."""
+
+    def __init__(self, law: Law, tile: int, device: torch.device) -> None:
+        self.law, self.tile = law, tile
+        self.region = law.regions[-1]
+        self.table: Float64[Tensor, " n"] = law.kept(("chosen", device), lambda: _table(law).to(device))
+
+    @property
+    def choice(self) -> Choice:
+        """Return the region's choice."""
+        assert self.region.choice is not None
+        return self.region.choice
+
+    @property
+    def near(self) -> int:
+        """Return how many chunks before its own a query does not choose from."""
+        assert self.region.first is not None
+        return self.region.first - 1
+
+    def choosable(self, position: int) -> int:
+        """Return how many blocks a query at a position may choose from."""
+        return max(0, position // self.region.unit - self.near) * self._per_chunk
+
+    @property
+    def _per_chunk(self) -> int:
+        return self.region.unit // self.choice.size
+
+    @property
+    def _bands(self) -> tuple[int, int, int]:
+        return self.region.unit, self.near, self._per_chunk
+
+    def vectors(self, dim: int) -> dict[str, Any]:
+        """Return what kernels are compiled for of vectors with so many dimensions."""
+        rotary = self.law.rotary
+        rest = dim - 2 * rotary.pairs
+        return {
+            "DIM": dim, "PAIRS": rotary.pairs, "HALF": _power(rotary.pairs), "REST": _power(max(1, rest)),
+            "ROTATED": rest == 0, "INTERLEAVED": rotary.interleaved,
+        }  # fmt: skip
+
+    def summaries(self, k: Tensor, blocks: int) -> tuple[BFloat16[Tensor, "b g m d"], Float32[Tensor, "b g d"]]:
+        """Return the summaries of the first blocks of keys, and the centre of all keys."""
+        first = min(self.choice.centre, self.region.unit) // self.choice.size
+        centre = self._means(k, first, 0).mean(2)
+        means = self._means(k, blocks, self.choice.lead)
+        return direction(means - centre[:, :, None], means).to(torch.bfloat16), centre
+
+    def _means(self, k: Tensor, blocks: int, lead: int) -> Float32[Tensor, "b g m d"]:
+        """Return the mean of every one of the first blocks of keys, and of so many keys before it."""
+        b, g, _, d = k.shape
+        means = torch.empty(b, g, blocks, d, dtype=torch.float32, device=k.device)
+        _means(
+            k.device,
+            (_cdiv(blocks, 16), g, b),
+            (k, means, self.table, 1 / self.law.attention_scaling, blocks, *k.stride()[:3]),
+            {"SIZE": self.choice.size, "LEAD": lead, **self.vectors(d), "BLOCK_M": 16},
+            {"num_warps": 4},
+        )
+        return means
+
+    def room(self, b: int, g: int, queries: range, device: torch.device) -> Unions:
+        """Return room for what the queries at some positions choose, tile by tile."""
+        tiles = _cdiv(len(queries), self.tile)
+        most = min(self.choosable(queries[-1]), self.tile * self.choice.most)
+        picked, bits = (torch.empty(b, g, tiles, most, dtype=torch.int32, device=device) for _ in range(2))
+        return Unions(picked, bits, torch.empty(b, g, tiles, dtype=torch.int32, device=device))
+
+    def unite(
+        self,
+        unions: Unions,
+        q: Tensor,
+        k: Tensor,
+        summaries: Tensor,
+        centre: Tensor,
+        queries: range,
+        *,
+        first: int,
+        start: int,
+    ) -> None:
+        """Write what the queries at some positions choose into `unions`, whose first tile begins at `first`.
+
+        The first query of q stands at `start`. The positions are of whole tiles, and may reach over the ends of q: what
+        has no query chooses nothing.
+        """
+        (b, h, t, d), g, rows = q.shape, k.shape[1], len(queries)
+        choice, blocks, end = self.choice, self.choosable(queries[-1]), start + t
+        aims = torch.empty(b, g, rows, d, dtype=torch.bfloat16, device=q.device)
+        _aims(
+            q.device,
+            (_cdiv(rows, 64), g, b),
+            (
+                q, k, centre, aims, self.table, 1 / self.law.attention_scaling, queries.start, rows, end, start,
+                choice.decay, choice.query, *q.stride()[:3], *k.stride()[:3],
+            ),
+            {"GROUP": h // g, "RECENT": choice.recent, **self.vectors(d), "BLOCK_M": 64, "WIDEN": INTERPRETED},
+            {"num_warps": 8},
+        )  # fmt: skip
+        stride = _cdiv(blocks, 128) * 128
+        levels = torch.empty(b, g, rows, stride, dtype=torch.int16, device=q.device)
+        _levels(
+            q.device,
+            (_cdiv(rows, 128) * _cdiv(blocks, 128), g, b),
+            (aims, summaries, levels, queries.start, rows, blocks, stride, *self._bands, summaries.shape[2]),
+            {
+                "DIM": d, "WIDTH": max(16, _power(d)), "INVERSE_STEP": 1 / choice.STEP,
+                "BLOCK_M": 128, "BLOCK_N": 128, "WIDEN": INTERPRETED,
+            },
+            {"num_warps": 8},
+        )  # fmt: skip
+        cuts = self._cut(levels, queries.start, blocks)
+        _, _, tiles, room = unions.picked.shape
+        _unions(
+            q.device,
+            (_cdiv(rows, self.tile), g, b),
+            (
+                levels, cuts, *unions, queries.start, rows, stride, start, end, *self._bands,
+                tiles, (queries.start - first) // self.tile, room,
+            ),
+            {"TILE": self.tile, "ACROSS": 1024},
+            {"num_warps": 4},
+        )  # fmt: skip
+
+    def _cut(self, levels: Int16[Tensor, "b g rows m"], first: int, blocks: int) -> Int32[Tensor, "b g rows 2"]:
+        b, g, rows, stride = levels.shape
+        cuts = torch.empty(b, g, rows, 2, dtype=torch.int32, device=levels.device)
+        across = min(WIDEST, max(128, _power(blocks)))
+        each = max(1, (8192 if INTERPRETED else 2048) // across)
+        _cuts(
+            levels.device,
+            (_cdiv(rows, each), g, b),
+            (levels, cuts, first, rows, stride, self.choice.most, *self._bands),
+            {"ROWS": each, "ACROSS": across, "TILES": _cdiv(blocks, across)},
+            {"num_warps": max(1, min(8, across * each // 2048))},
+        )
+        return cuts

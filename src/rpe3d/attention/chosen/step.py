@@ -1,0 +1,504 @@
+# mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
+"""A decoding step whose queries choose their far keys, in four Triton kernels that read a fraction of a cache.
+
+    aim     what the queries look for; the mean of the first keys, if it has changed
+    score   all blocks, by their summaries; those whose keys have changed are made again (`memory`)
+    choose  the blocks of every query
+    attend  to the near keys and the chosen blocks, split over the machine; the last split to finish merges
+
+Where queries and keys stand is read on the device, and the grid depends on the size of the cache alone: a step can be
+captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rpe3d.attention.chosen.memory import PRINTED, Memory
+from rpe3d.attention.chosen.select import (
+    WIDEST,
+    Selection,
+    _choosable,
+    _cos_sin,
+    _halves,
+    _in_bfloat16,
+    _inverse,
+    _level,
+    _load3,
+    _row_levels,
+    _search,
+    _square,
+)
+from rpe3d.attention.decode.arrivals import zeros
+from rpe3d.attention.decode.kernel import _optional
+from rpe3d.attention.decode.loop import LOG2_E, _cdiv, _dot, _finish, _if, _leave, _merge, _power, _processors
+from rpe3d.attention.problem import Problem
+from rpe3d.rotation.launch import Launcher
+
+_PRINTED = tl.constexpr(PRINTED)
+BLOCKS = 64  # of a program that scores
+LEAST_KEYS = 64  # of a split
+
+
+@triton.jit
+@no_type_check
+def _print(rows, live, i):
+    """Return what key i adds to a print: the bits of its first numbers, times odd numbers that differ by place."""
+    x = tl.load(rows + tl.arange(0, _PRINTED)[None, :], mask=live, other=0.0)
+    if x.dtype.primitive_bitwidth == 16:
+        bits = x.to(tl.int16, bitcast=True).to(tl.int32)
+    else:
+        bits = x.to(tl.int32, bitcast=True)
+    place = tl.arange(0, _PRINTED)[None, :] + i * _PRINTED + 1
+    one = tl.sum(bits * ((place * 0x2C1B3C6D) | 1), 1)
+    two = tl.sum(bits * ((place * 0x297A2D39 + 0x165667B1) | 1), 1)
+    return (one.to(tl.int64) << 32) ^ two.to(tl.int64)
+
+
+@triton.jit
+@no_type_check
+def _where(
+    query_positions, key_starts, query_mask, query_start, key_start, b, t, positions_b, positions_t, mask_b, mask_t
+):
+    """Return the position of a query (-1: padding), and that of slot 0."""
+    p = tl.zeros([], tl.int64) + query_start + t
+    if query_positions is not None:
+        p = tl.load(query_positions + b * positions_b + t * positions_t).to(tl.int64)
+    if query_mask is not None:
+        p = tl.where(tl.load(query_mask + b * mask_b + t * mask_t) != 0, p, -1)
+    offset = tl.zeros([], tl.int64) + key_start
+    if key_starts is not None:
+        offset = tl.load(key_starts + b)
+    return p, offset
+
+
+_PLACES = ["query_start", "key_start", "positions_b", "positions_t", "mask_b", "mask_t"]
+_TENSORS = ["query_positions", "key_starts", "query_mask"]
+
+
+@triton.jit(do_not_specialize=_PLACES, do_not_specialize_on_alignment=_TENSORS)
+@no_type_check
+def _aim_kernel(
+    q, k, aims, centre, centre_print, table, query_positions, key_starts, query_mask,
+    query_start, key_start, positions_b, positions_t, mask_b, mask_t, scaling, asking, log_decay, first,
+    q_b, q_h, q_t, k_b, k_h, k_s,
+    QUERIES: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, RECENT: tl.constexpr, CHUNK: tl.constexpr,
+    NEAR: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+    ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, TRUSTED: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Compute the queries of one key head per program; the mean of the `first` keys is made again if they differ."""
+    group, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    head = b * tl.num_programs(0) + group
+    one, two, rest, pairs, others = _halves(DIM, PAIRS, HALF, REST, INTERLEAVED)
+    turn = tl.load(table + tl.arange(0, HALF)[None, :], mask=pairs, other=0.0)
+    highest, offset = _where(
+        query_positions, key_starts, query_mask, query_start, key_start, b, QUERIES - 1,
+        positions_b, positions_t, mask_b, mask_t,
+    )  # fmt: skip
+    for t in range(QUERIES - 1):
+        p, _ = _where(
+            query_positions, key_starts, query_mask, query_start, key_start, b, t,
+            positions_b, positions_t, mask_b, mask_t,
+        )  # fmt: skip
+        highest = tl.maximum(highest, p)
+    if highest // CHUNK > NEAR:  # there are far keys, and so all the first ones
+        k += b * k_b + group * k_h - offset * k_s  # the key at position p lies at k + p · k_s
+        row = tl.arange(0, ROWS)
+        print = tl.zeros([], tl.int64)
+        for start in range(0, 0 if TRUSTED else first, ROWS):
+            p = (start + row).to(tl.int64)
+            live = (p < first)[:, None]
+            print += tl.sum(_print(k + p[:, None] * k_s, live, (start + row)[:, None]), 0)
+        if print != tl.load(centre_print + head):
+            x = tl.zeros([ROWS, HALF], tl.float32)
+            y = tl.zeros([ROWS, HALF], tl.float32)
+            z = tl.zeros([ROWS, HALF if ROTATED else REST], tl.float32)
+            for start in range(0, first, ROWS):
+                p = (start + row).to(tl.int64)
+                u, w, same = _load3(k + p[:, None] * k_s, (p < first)[:, None], one, two, rest, pairs, others, ROTATED)
+                cos, sin = _cos_sin(turn * p.to(tl.float64)[:, None])
+                x += u * cos + w * sin
+                y += w * cos - u * sin
+                z += same
+            place = centre + head * DIM
+            tl.store(place + one, tl.sum(x, 0)[None, :] * scaling / first, mask=pairs)
+            tl.store(place + two, tl.sum(y, 0)[None, :] * scaling / first, mask=pairs)
+            if not ROTATED:
+                tl.store(place + rest, tl.sum(z, 0)[None, :] / first, mask=others)
+            tl.store(centre_print + head, print)
+            tl.debug_barrier()
+        place = centre + head * DIM
+        middle_one = tl.load(place + one, mask=pairs, other=0.0)
+        middle_two = tl.load(place + two, mask=pairs, other=0.0)
+        i = tl.arange(0, RECENT)
+        member = tl.arange(0, HEADS)
+        q += b * q_b + group * GROUP * q_h
+        for t in range(QUERIES):
+            p, _ = _where(
+                query_positions, key_starts, query_mask, query_start, key_start, b, t,
+                positions_b, positions_t, mask_b, mask_t,
+            )  # fmt: skip
+            there = (p >= i)[:, None]
+            u, w, same = _load3(k + (p - i)[:, None] * k_s, there, one, two, rest, pairs, others, ROTATED)
+            cos, sin = _cos_sin(turn * (p - i).to(tl.float64)[:, None])
+            share = tl.where(there, tl.exp2(log_decay * i.to(tl.float32))[:, None], 0.0)
+            x = tl.sum((u * cos + w * sin) * share, 0)[None, :] * scaling
+            y = tl.sum((w * cos - u * sin) * share, 0)[None, :] * scaling
+            z = tl.sum(same * share, 0)[None, :]
+            whole = _square(x, y, z, ROTATED)
+            weight = tl.sum(tl.sum(share, 1), 0)
+            x -= weight * middle_one
+            y -= weight * middle_two
+            if not ROTATED:
+                z -= weight * tl.load(place + rest, mask=others, other=0.0)
+            inverse = _inverse(_square(x, y, z, ROTATED), whole)[:, None]
+
+            rows = q + member.to(tl.int64)[:, None] * q_h + t * q_t
+            u, w, same = _load3(rows, (member < GROUP)[:, None], one, two, rest, pairs, others, ROTATED)
+            a = tl.sum(u, 0)[None, :]
+            c = tl.sum(w, 0)[None, :]
+            e = tl.sum(same, 0)[None, :]
+            cos, sin = _cos_sin(turn * p.to(tl.float64))
+            a, c = (a * cos + c * sin) * scaling, (c * cos - a * sin) * scaling
+            square = _square(a, c, e, ROTATED)
+            asked = asking * _inverse(square, square)[:, None]
+            aim = aims + (head * QUERIES + t) * DIM
+            tl.store(aim + one, _in_bfloat16(x * inverse + a * asked, WIDEN), mask=pairs)
+            tl.store(aim + two, _in_bfloat16(y * inverse + c * asked, WIDEN), mask=pairs)
+            if not ROTATED:
+                tl.store(aim + rest, _in_bfloat16(z * inverse + e * asked, WIDEN), mask=others)
+
+
+@triton.jit(do_not_specialize=[*_PLACES, "room"], do_not_specialize_on_alignment=_TENSORS)
+@no_type_check
+def _score_kernel(
+    k, aims, levels, summaries, prints, centre, centre_print, room, table, query_positions, key_starts, query_mask,
+    query_start, key_start, positions_b, positions_t, mask_b, mask_t, scaling, stride, k_b, k_h, k_s,
+    QUERIES: tl.constexpr, LEAD: tl.constexpr, SIZE: tl.constexpr, CHUNK: tl.constexpr, NEAR: tl.constexpr,
+    INVERSE_STEP: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+    ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, TRUSTED: tl.constexpr,
+    WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Compute BLOCK_M blocks of one key head per program: their levels for every query."""
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    group, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    head = b * tl.num_programs(1) + group
+    can = tl.zeros([], tl.int32)
+    offset = tl.zeros([], tl.int64)
+    for t in range(QUERIES):
+        p, offset = _where(
+            query_positions, key_starts, query_mask, query_start, key_start, b, t,
+            positions_b, positions_t, mask_b, mask_t,
+        )  # fmt: skip
+        can = tl.maximum(can, _choosable(p.to(tl.int32), CHUNK, NEAR, CHUNK // SIZE))
+    if tl.min(m, 0) < can:
+        live = m < can
+        one, two, rest, pairs, others = _halves(DIM, PAIRS, HALF, REST, INTERLEAVED)
+        k += b * k_b + group * k_h - offset * k_s
+        print = tl.zeros([BLOCK_M], tl.int64) + tl.load(centre_print + head) * 31
+        for i in range(0 if TRUSTED else SIZE + LEAD):
+            p = m.to(tl.int64) * SIZE + i - LEAD
+            print += _print(k + p[:, None] * k_s, (live & (p >= 0))[:, None], i)
+        kept = prints + head * room + m
+        rows = summaries + (head * room + m)[:, None] * DIM
+        fits = tl.load(kept, mask=live, other=0) == print
+        if tl.max(tl.where(live & (fits == 0), 1, 0)) > 0:
+            turn = tl.load(table + tl.arange(0, HALF)[None, :], mask=pairs, other=0.0)
+            x = tl.zeros([BLOCK_M, HALF], tl.float32)
+            y = tl.zeros([BLOCK_M, HALF], tl.float32)
+            z = tl.zeros([BLOCK_M, HALF if ROTATED else REST], tl.float32)
+            for i in range(SIZE + LEAD):
+                p = m.to(tl.int64) * SIZE + i - LEAD
+                there = (live & (p >= 0))[:, None]
+                u, w, same = _load3(k + p[:, None] * k_s, there, one, two, rest, pairs, others, ROTATED)
+                cos, sin = _cos_sin(turn * p.to(tl.float64)[:, None])
+                x += u * cos + w * sin
+                y += w * cos - u * sin
+                z += same
+            count = tl.where(m == 0, SIZE, SIZE + LEAD)[:, None].to(tl.float32)
+            x, y, z = x * scaling / count, y * scaling / count, z / count
+            whole = _square(x, y, z, ROTATED)
+            middle = centre + head * DIM
+            x -= tl.load(middle + one, mask=pairs, other=0.0)
+            y -= tl.load(middle + two, mask=pairs, other=0.0)
+            if not ROTATED:
+                z -= tl.load(middle + rest, mask=others, other=0.0)
+            inverse = _inverse(_square(x, y, z, ROTATED), whole)[:, None]
+            tl.store(rows + one, _in_bfloat16(x * inverse, WIDEN), mask=live[:, None] & pairs)
+            tl.store(rows + two, _in_bfloat16(y * inverse, WIDEN), mask=live[:, None] & pairs)
+            if not ROTATED:
+                tl.store(rows + rest, _in_bfloat16(z * inverse, WIDEN), mask=live[:, None] & others)
+            tl.store(kept, print, mask=live)
+            tl.debug_barrier()
+        x, y, z = _load3(rows, live[:, None], one, two, rest, pairs, others, ROTATED)
+        for t in range(QUERIES):
+            aim = aims + (head * QUERIES + t) * DIM
+            score = x * tl.load(aim + one, mask=pairs, other=0.0).to(tl.float32)
+            score += y * tl.load(aim + two, mask=pairs, other=0.0).to(tl.float32)
+            score = tl.sum(score, 1)
+            if not ROTATED:
+                score += tl.sum(z * tl.load(aim + rest, mask=others, other=0.0).to(tl.float32), 1)
+            tl.store(levels + (head * QUERIES + t) * stride + m, _level(score, INVERSE_STEP), mask=live)
+
+
+@triton.jit(do_not_specialize=_PLACES, do_not_specialize_on_alignment=_TENSORS)
+@no_type_check
+def _choose_kernel(
+    levels, picked, counts, query_positions, key_starts, query_mask,
+    query_start, key_start, positions_b, positions_t, mask_b, mask_t, stride,
+    MOST: tl.constexpr, QUERIES: tl.constexpr, SIZE: tl.constexpr, CHUNK: tl.constexpr, NEAR: tl.constexpr,
+    ACROSS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Compute one query of one key head per program: the blocks that it chooses, in order, and how many."""
+    t, group, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    row = (b * tl.num_programs(1) + group) * QUERIES + t
+    p, _ = _where(
+        query_positions, key_starts, query_mask, query_start, key_start, b, t, positions_b, positions_t, mask_b, mask_t
+    )
+    can = _choosable(p.to(tl.int32), CHUNK, NEAR, CHUNK // SIZE)
+    levels += row * stride
+    low, begin = _search(levels + tl.zeros([1, 1], tl.int32), can + tl.zeros([1], tl.int32), MOST, 1, ACROSS, TILES)
+    low, begin = tl.max(low, 0), tl.max(begin, 0)
+    count = tl.zeros([], tl.int32)
+    for start in range(0, can, ACROSS):
+        n = start + tl.arange(0, ACROSS)
+        level = _row_levels(levels, n, can)
+        some = ((n < can) & ((level > low) | ((level == low) & (n >= begin)))).to(tl.int32)
+        tl.store(picked + row * MOST + count + tl.cumsum(some, 0) - some, n, mask=some != 0)
+        count += tl.sum(some, 0)
+    tl.store(counts + row, count)
+
+
+@triton.jit
+@no_type_check
+def _online(score, value, largest, total, acc, WIDEN: tl.constexpr):
+    """Return one step of online softmax, in base 2; rows may have seen nothing yet."""
+    larger = tl.maximum(largest, tl.max(score, 1))
+    safe = tl.where(larger == float("-inf"), 0.0, larger)
+    weight = tl.exp2(score - safe[:, None])
+    kept = tl.exp2(largest - safe)
+    return larger, total * kept + tl.sum(weight, 1), _dot(weight.to(value.dtype), value, acc * kept[:, None], WIDEN)
+
+
+@triton.jit(do_not_specialize=[*_PLACES, "splits"], do_not_specialize_on_alignment=[*_TENSORS, "sinks"])
+@no_type_check
+def _attend_kernel(
+    q, k, v, out, lse, parts, logs, arrivals, sinks, picked, counts, table, query_positions, key_starts, query_mask,
+    query_start, key_start, positions_b, positions_t, mask_b, mask_t, splits, scale,
+    q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, out_b, out_h, out_t,
+    MOST: tl.constexpr, QUERIES: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, CHUNK: tl.constexpr,
+    NEAR: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr,
+    REST: tl.constexpr, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr, ROWS: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Compute the heads of one key head for one query against a split of the blocks it chose and of its near keys.
+
+    A tile of far keys has several blocks, each turned as the law shows it to the query: all keys of a chunk alike.
+    """
+    split, group, query = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    t, b = query % QUERIES, (query // QUERIES).to(tl.int64)
+    p, offset = _where(
+        query_positions, key_starts, query_mask, query_start, key_start, b, t, positions_b, positions_t, mask_b, mask_t
+    )
+    heads = tl.num_programs(1) * GROUP
+    row = (b * tl.num_programs(1) + group) * QUERIES + t
+    count = tl.load(counts + row)
+    count = tl.where(p < 0, 0, count)
+    chunk = tl.maximum(p, 0).to(tl.int32) // CHUNK
+    low = tl.maximum(chunk - NEAR, 0).to(tl.int64) * CHUNK
+    low = tl.maximum(low, offset)
+    far_tiles = tl.cdiv(count * SIZE, BLOCK_N)
+    tiles = far_tiles + tl.cdiv((p + 1 - low).to(tl.int32), BLOCK_N)
+    tiles = tl.where(p < 0, 0, tiles)
+    share = tl.maximum(tl.cdiv(tiles, splits), 1)
+    begin = split * share
+    end = tl.minimum(begin + share, tiles)
+
+    member = tl.arange(0, BLOCK_M)
+    live = member < GROUP
+    head = group * GROUP + member
+    one, two, rest, pairs, others = _halves(DIM, PAIRS, HALF, REST, INTERLEAVED)
+    rows = q + b * q_b + head.to(tl.int64)[:, None] * q_h + t * q_t
+    qx = tl.load(rows + one, mask=live[:, None] & pairs, other=0.0)
+    qy = tl.load(rows + two, mask=live[:, None] & pairs, other=0.0)
+    if not ROTATED:
+        qz = tl.load(rows + rest, mask=live[:, None] & others, other=0.0)
+    k += b * k_b + group.to(tl.int64) * k_h - offset * k_s
+    v += b * v_b + group.to(tl.int64) * v_h - offset * v_s
+    d = tl.arange(0, WIDTH)[None, :]
+    column = tl.arange(0, BLOCK_N)
+    largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+
+    turn = tl.load(table + tl.arange(0, HALF)[None, :], mask=pairs, other=0.0)
+    slope, start = tl.load(table + PAIRS), tl.load(table + PAIRS + 1)
+    picked += row * MOST
+    EACH: tl.constexpr = BLOCK_N // SIZE
+    for i in range(begin, tl.minimum(end, far_tiles)):
+        entry = i * EACH + tl.arange(0, EACH)
+        block = tl.load(picked + entry, mask=entry < count, other=0)
+        # The query turned towards a block, or as here the block turned away from it: by their chunks' distance.
+        apart = slope * (chunk - block * SIZE // CHUNK).to(tl.float64) + start
+        cos, sin = _cos_sin(turn * apart[:, None])
+        cos = tl.reshape(tl.broadcast_to(cos[:, None, :], [EACH, SIZE, HALF]), [BLOCK_N, HALF])
+        sin = tl.reshape(tl.broadcast_to(sin[:, None, :], [EACH, SIZE, HALF]), [BLOCK_N, HALF])
+        entry = i * EACH + column // SIZE
+        there = entry < count
+        block = tl.load(picked + entry, mask=there, other=0)
+        place = (block * SIZE + column % SIZE).to(tl.int64)[:, None]
+        keys = k + place * k_s
+        kx = tl.load(keys + one, mask=there[:, None] & pairs, other=0.0)
+        ky = tl.load(keys + two, mask=there[:, None] & pairs, other=0.0)
+        x, y = kx.to(tl.float32), ky.to(tl.float32)
+        x, y = (x * cos + y * sin).to(kx.dtype), (y * cos - x * sin).to(kx.dtype)
+        score = _dot(qx, tl.trans(x), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), WIDEN)
+        score = _dot(qy, tl.trans(y), score, WIDEN)
+        if not ROTATED:
+            kz = tl.load(keys + rest, mask=there[:, None] & others, other=0.0)
+            score = _dot(qz, tl.trans(kz), score, WIDEN)
+        value = tl.load(v + place * v_s + d, mask=there[:, None] & (d < DIM), other=0.0)
+        score = tl.where(there[None, :], score * scale, float("-inf"))
+        largest, total, acc = _online(score, value, largest, total, acc, WIDEN)
+    for i in range(tl.maximum(begin, far_tiles), end):
+        place = low + (i - far_tiles) * BLOCK_N + column
+        there = place <= p
+        keys = k + place[:, None] * k_s
+        kx = tl.load(keys + one, mask=there[:, None] & pairs, other=0.0)
+        ky = tl.load(keys + two, mask=there[:, None] & pairs, other=0.0)
+        score = _dot(qx, tl.trans(kx), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), WIDEN)
+        score = _dot(qy, tl.trans(ky), score, WIDEN)
+        if not ROTATED:
+            kz = tl.load(keys + rest, mask=there[:, None] & others, other=0.0)
+            score = _dot(qz, tl.trans(kz), score, WIDEN)
+        value = tl.load(v + place[:, None] * v_s + d, mask=there[:, None] & (d < DIM), other=0.0)
+        score = tl.where(there[None, :], score * scale, float("-inf"))
+        largest, total, acc = _online(score, value, largest, total, acc, WIDEN)
+
+    at = query * heads + head
+    out += b * out_b + t * out_t
+    if SPLIT:
+        _leave(parts, logs, at, split, splits, splits, _if(begin < tiles, live), largest, total, acc, DIM, WIDTH)
+        tl.debug_barrier()  # all of this program's shares are on their way before it counts itself
+        arrivals += query * tl.num_programs(1) + group
+        if tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == splits - 1:
+            tl.store(arrivals, 0)
+            _merge(
+                parts, logs, splits, tl.cdiv(tiles, share), 0, out, lse, out_h, out_t, sinks,
+                query * heads, group * GROUP, 0, False, 1, GROUP, ROWS, DIM, WIDTH,
+            )  # fmt: skip
+    else:
+        _finish(out + head.to(tl.int64) * out_h, lse + at, sinks, head, live, largest, total, acc, DIM, WIDTH)
+
+
+_aim, _score = Launcher(_aim_kernel), Launcher(_score_kernel)
+_choose, _attend = Launcher(_choose_kernel), Launcher(_attend_kernel)
+INTERPRETED = _aim.interpreted
+
+
+class Step:
+    """A decoding step: all that is the same for every layer of a model, settled once.
+
+    Made from the vectors of one layer, it takes those of any that have the same shapes, strides and types, each with
+    the `Memory` of its own cache; without one, all summaries are made anew.
+    """
+
+    reason = "few queries: kernels read the near keys and the blocks that the queries choose"
+    remembers = True
+
+    def __init__(self, x: Problem, *, splits: int | None = None, trusted: bool = False) -> None:
+        """Settle all but the vectors. trusted: keys that a memory has seen do not change, so nobody looks again."""
+        (b, h, t, d), (g, s), device = x.q.shape, x.k.shape[1:3], x.q.device
+        self.law, self.shape, self.groups = x.law, (b, h, t, d), g
+        selection = Selection(x.law, 16, device)
+        choice, chunk = selection.choice, selection.region.unit
+        self.most = choice.most
+        self.blocks = max(1, selection.choosable(s - 1 if isinstance(x.keys, Tensor) else x.keys[-1]))
+        self.stride = _cdiv(self.blocks, 128) * 128
+        seen = min(s, chunk * (selection.near + 1) + choice.most * choice.size)
+        self.splits = splits or max(1, min(4 * _processors(device) // (b * g * t), _cdiv(seen, LEAST_KEYS)))
+
+        tensors, strides = _optional(x)
+        starts = [y.start if isinstance(y, range) else 0 for y in (x.queries, x.keys)]
+        places = (*tensors[:3], *starts, *strides[:4])
+        scaling, vectors = 1 / x.law.attention_scaling, selection.vectors(d)
+        law = {"SIZE": choice.size, "CHUNK": chunk, "NEAR": selection.near}
+        across = min(WIDEST, max(128, _power(self.blocks)))
+        heads = _power(h // g)
+        self.aim = _aim.bind(
+            device,
+            (g, b, 1),
+            (
+                selection.table, *places, scaling, choice.query, math.log2(choice.decay), min(choice.centre, chunk),
+                *x.q.stride()[:3], *x.k.stride()[:3],
+            ),
+            {
+                "QUERIES": t, "GROUP": h // g, "HEADS": heads, "RECENT": choice.recent, "CHUNK": chunk,
+                "NEAR": selection.near, **vectors, "ROWS": 128, "TRUSTED": trusted,
+                "WIDEN": INTERPRETED,
+            },
+            {"num_warps": 4},
+        )  # fmt: skip
+        self.score = _score.bind(
+            device,
+            (_cdiv(self.blocks, BLOCKS), g, b),
+            (selection.table, *places, scaling, self.stride, *x.k.stride()[:3]),
+            {
+                "QUERIES": t, "LEAD": choice.lead, **law, "INVERSE_STEP": 1 / choice.STEP, **vectors,
+                "BLOCK_M": BLOCKS, "TRUSTED": trusted, "WIDEN": INTERPRETED,
+            },
+            {"num_warps": 4},
+        )  # fmt: skip
+        self.choose = _choose.bind(
+            device,
+            (t, g, b),
+            (*places, self.stride),
+            {"MOST": choice.most, "QUERIES": t, **law, "ACROSS": across, "TILES": _cdiv(self.blocks, across)},
+            {"num_warps": max(1, min(8, across // 1024))},
+        )
+        self.attend = _attend.bind(
+            device,
+            (self.splits, g, b * t),
+            (
+                selection.table, *places, self.splits, x.scale * LOG2_E, *x.q.stride()[:3], *x.k.stride()[:3],
+                *x.v.stride()[:3], *torch.empty_like(x.q).stride()[:3],
+            ),
+            {
+                "MOST": choice.most, "QUERIES": t, "GROUP": h // g, **law, "WIDTH": max(16, _power(d)), **vectors,
+                "BLOCK_M": max(16, heads), "BLOCK_N": max(64, choice.size), "SPLIT": self.splits > 1, "ROWS": heads,
+                "WIDEN": INTERPRETED,
+            },
+            {"num_warps": 4, "num_stages": 2},
+        )  # fmt: skip
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, memory: Memory | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the output and the log-sum-exp. memory: of these keys' cache."""
+        (b, h, t, d), g, device = self.shape, self.groups, q.device
+        memory = Memory() if memory is None else memory
+        memory.prepare(self.law, k, self.blocks)
+        first = memory.centre, memory.centre_print
+        aims = torch.empty(b, g, t, d, dtype=torch.bfloat16, device=device)
+        self.aim(q, k, aims, *first)
+        levels = torch.empty(b, g, t, self.stride, dtype=torch.int16, device=device)
+        self.score(k, aims, levels, memory.summaries, memory.prints, *first, memory.summaries.shape[2])
+        chosen = torch.empty(b * g * t * (self.most + 1), dtype=torch.int32, device=device)
+        picked, counts = chosen.split((b * g * t * self.most, b * g * t))
+        self.choose(levels, picked, counts)
+        out = torch.empty_like(q)
+        lse = torch.empty(b, t, h, dtype=torch.float32, device=device)
+        parts = logs = arrivals = None
+        if self.splits > 1:
+            shares = b * t * h * self.splits
+            parts = torch.empty(shares * (d + 1), dtype=torch.float32, device=device)
+            logs, arrivals = parts[shares * d :], zeros(b * t * g, device)
+        sinks = None if sinks is None else sinks.contiguous()
+        self.attend(q, k, v, out, lse, parts, logs, arrivals, sinks, picked, counts)
+        return out, lse.transpose(1, 2)

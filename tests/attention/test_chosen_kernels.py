@@ -1,0 +1,155 @@
+"""The kernels of a chosen far field: they choose as the specification does, and attend to what they chose."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from rpe3d.attention import chosen
+from rpe3d.attention.chooser import Chooser
+from rpe3d.testing import assert_as_good, in_float64, random_problem, small_law
+
+pytestmark = [
+    pytest.mark.usefixtures("poisoned"),
+    pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed"),
+]
+
+OWN = {
+    "pretrained": 256,
+    "context": 4096,
+    "chunk": 32,
+    "window": 64,
+    "reach": 160,
+    "focus": 0.0,
+    "fade": 0.0,
+    "sinks": 0,
+}
+
+
+def law_for(far=5, **changes):
+    return small_law("3d-rpe", **OWN | {"head_dim": 32, "block": 16, "far": far} | changes)
+
+
+def problem(law, device, *, t=200, s=None, **options):
+    return random_problem(law, device, **{"h": 4, "g": 2, "t": t, "s": s or t} | options)
+
+
+def picked(x, made):
+    """The blocks that the kernels have every query choose, [b, g, t, m], as the specification has them."""
+    (span,) = made.spans
+    selection, blocks = made.selection, made.selection.choosable(span.queries[-1])
+    summaries, centre = selection.summaries(x.k, blocks)
+    found = torch.zeros(x.q.shape[0], x.k.shape[1], x.q.shape[2], blocks, dtype=torch.bool)
+    for some in made._stretches(span.queries, x.k.shape[1]):
+        unions = selection.room(*x.k.shape[:2], some, x.q.device)
+        for piece in made._pieces(some, x.k.shape[1]):
+            selection.unite(unions, x.q, x.k, summaries, centre, piece, first=some.start, start=span.queries.start)
+        for b, g, tile in torch.cartesian_prod(*(torch.arange(n) for n in unions.counts.shape)).tolist():
+            for entry in range(int(unions.counts[b, g, tile])):
+                word = int(unions.bits[b, g, tile, entry])
+                for r in range(selection.tile):
+                    if word >> r & 1:
+                        row = some.start + tile * selection.tile + r - span.queries.start
+                        found[b, g, row, int(unions.picked[b, g, tile, entry])] = True
+    return found
+
+
+def assert_chosen_alike(x, found):
+    """Where they differ, the two differ by blocks whose scores are two steps apart at most: the rounding of sums."""
+    y = in_float64(x)
+    chooser = Chooser(y, x.law.regions[-1])
+    truth = chooser.blocks(y)[..., : found.shape[3]].cpu()
+    assert (truth.sum(-1) == found.sum(-1)).all()
+    level = chooser.aims(y) @ chooser.summaries.transpose(2, 3) / chooser.choice.STEP
+    level = level[..., : found.shape[3]].cpu()
+    for place in (truth != found).any(-1).nonzero().tolist():
+        ours, theirs = (
+            level[tuple(place)][rows] for rows in ((found & ~truth)[tuple(place)], (truth & ~found)[tuple(place)])
+        )
+        assert (ours - theirs).abs().max() <= 2
+    assert (truth != found).any(-1).double().mean() < 0.02
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"h": 6, "g": 1}, {"h": 2, "g": 2}, {"b": 2}, {"t": 50, "s": 233}])
+def test_they_choose_as_the_specification_does(options, dtype, device):
+    x = problem(law_for(), device, dtype=dtype, **options)
+    assert chosen.kernels_refusal(x) is None
+    made = chosen.Kernels(x)
+    assert_chosen_alike(x, picked(x, made))
+
+
+class Given(Chooser):
+    """A chooser that says what the kernels chose."""
+
+    def __init__(self, found, size, groups):
+        self.found, self.size, self.groups = found, size, groups
+
+    def __call__(self, x):
+        block = torch.arange(x.k.shape[2]) // self.size
+        found = torch.nn.functional.pad(self.found, (0, 1))  # nothing is chosen beyond
+        seen = found[..., block.clamp(max=self.found.shape[3])]
+        return seen.repeat_interleave(self.groups, 1).to(x.q.device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"h": 6, "g": 1}, {"h": 10, "g": 1}, {"h": 2, "g": 2}, {"b": 2}, {"t": 50, "s": 233}, {"t": 77, "s": 77}],
+)
+def test_they_attend_to_what_they_chose(options, dtype, device):
+    x = problem(law_for(), device, dtype=dtype, **options)
+    made = chosen.Kernels(x)
+    out, lse = made(x.q, x.k, x.v, x.sinks)
+    found = picked(x, made)
+    given = {x.law.regions[-1]: Given(found, 16, x.q.shape[1] // x.k.shape[1])}
+    assert_as_good(x, out, lse, choosers=given)
+
+
+def stepped(x, memory=None, **options):
+    """A decoding step by the kernels."""
+    from rpe3d.attention.chosen import step
+
+    made = step.Step(x, **options)
+    return made(x.q, x.k, x.v, x.sinks, memory)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"h": 6, "g": 1, "s": 200}, {"b": 2, "t": 3}, {"s": 97}, {"s": 60}])
+def test_a_step_is_the_specification(options, dtype, device):
+    x = problem(law_for(), device, dtype=dtype, **{"t": 1, "s": 233} | options)
+    assert_as_good(x, *stepped(x))
+
+
+def test_what_is_kept_of_a_cache_is_checked_against_its_keys(device):
+    """Steps, a crop and another text, other first keys, one other key far back, rows in another order."""
+    from rpe3d.attention import Memory
+
+    law, memory = law_for(), Memory()
+    x = problem(law, device, t=1, s=200, b=2, dtype=torch.bfloat16)
+    other = problem(law, device, t=1, s=200, b=2, dtype=torch.bfloat16)
+
+    def step(k, s, kept):
+        y = replace(x, k=k[:, :, :s], v=x.v[:, :, :s], keys=range(s), queries=range(s - 1, s))
+        return stepped(y, kept)[0]
+
+    changed = [y.clone() for y in (x.k, x.k, x.k, x.k.flip(0))]
+    changed[0][:, :, 70:] = other.k[:, :, 70:]
+    changed[1][:, :, 5] = other.k[:, :, 5]
+    changed[2][1, 0, 57] = other.k[1, 0, 57]
+    plain = step(x.k, 200, None)
+    blocks = law.regions[-1].unit // 16 * (199 // 32 - 2)
+    for k, s in ((x.k, 199), (x.k, 200), *((k, 200) for k in changed), (x.k, 140), (x.k, 200)):
+        fresh = Memory()
+        assert torch.equal(step(k, s, memory), step(k, s, fresh))
+        if s == 200:
+            assert torch.equal(memory.summaries[:, :, :blocks], fresh.summaries[:, :, :blocks])
+            assert torch.equal(memory.centre, fresh.centre)
+    kept = memory.summaries[:, :, :blocks].clone()
+    step(x.k, 200, memory)
+    assert torch.equal(memory.summaries[:, :, :blocks], kept)  # nothing was made again
+    memory.summaries.zero_()
+    assert not torch.equal(step(x.k, 200, memory), plain)  # and what is kept is used
