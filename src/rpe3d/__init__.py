@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rpe3d.geometry import Law, laws, make_law
     from rpe3d.models import extend, law_of, restore
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["ConfigError", "Law", "extend", "law_of", "laws", "make_law", "restore"]
 
 _HOME = {
@@ -39,7 +39,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])
 
 
 enter_rope_types()

@@ -12,7 +12,7 @@ from rpe3d.models import load_adapter, save_adapter
 peft = pytest.importorskip("peft")
 # PEFT 0.18 looks for the config of a base without a name, and says that it found none.
 pytestmark = pytest.mark.filterwarnings("ignore:Could not find a config file in  - will assume")
-BOUNDED = {"chunk": 8, "window": 16, "reach": 32}
+BOUNDED = {"chunk": 8, "window": 16, "reach": 32, "focus": 0, "fade": 0}
 
 
 def adapted(model):

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(
 
 # Small enough that a prompt of 300 tokens reaches every region of a law.
 NEAR = {
-    "3d-rpe": {"chunk": 32, "window": 64, "reach": 512},
+    "3d-rpe": {"chunk": 32, "window": 64, "reach": 512, "focus": 0, "fade": 0},
     "3d-rpe-definition": {"chunk": 64},
     "3d-rpe-dual-chunk": {"chunk": 50, "window": 64},
     "dca": {"chunk": 50, "window": 64},

@@ -12,14 +12,20 @@ import torch
 
 import rpe3d
 from rpe3d import ConfigError
+from rpe3d.geometry import LAWS
 from rpe3d.models.extend import check_savable
 from tiny_models import FAMILIES
 
-BOUNDED = {"chunk": 8, "window": 16, "reach": 32}
-CHANGED = [name for name in rpe3d.laws() if name not in ("rope", "linear", "ntk", "dynamic", "yarn")]
-STEADY = [name for name in rpe3d.laws() if name != "dynamic"]  # dynamic NTK's cache keeps the frequencies of its time
+BOUNDED = {"chunk": 8, "window": 16, "reach": 32, "focus": 0, "fade": 0}
+CHANGED = [name for name, law in LAWS.items() if law.needs_attention]
+STEADY = [name for name, law in LAWS.items() if not law.grows]  # cached keys would keep the frequencies of their time
 # What 120 tokens of a model of 64 need to show all of a law.
-OWN = {"string": {"context": 124, "shift": 64}, "dpe": {"window": 8, "scales": (1, 5, 3, 9)}}
+OWN = {
+    "string": {"context": 124, "shift": 64},
+    "dpe": {"window": 8, "scales": (1, 5, 3, 9)},
+    "lampe": {"head": 8, "mapped": 40, "length": 100, "tail": 6},
+}
+FACTORS = {"long_factor": [1 + n for n in range(8)], "short_factor": [1 + n / 8 for n in range(8)]}
 CLOSE = {"rtol": 0, "atol": 2e-4}  # float32 logits of magnitude 10 to 100, two orders of summation
 
 
@@ -91,7 +97,7 @@ def test_short_prompts_are_unharmed_and_long_ones_changed(tiny, ids, name, near)
     assert torch.equal(logits(rpe3d.restore(model), ids), stock)
 
 
-@pytest.mark.parametrize("name", ["3d-rpe", "dca", "self-extend", "string", "dpe"])
+@pytest.mark.parametrize("name", ["3d-rpe", "dca", "self-extend", "string", "dpe", "lampe"])
 def test_a_right_padded_batch_equals_each_sequence_alone(tiny, ids, name):
     model = extended(tiny(), name)
     batch = torch.cat([ids, ids.flip(1)])
@@ -143,6 +149,17 @@ def test_every_family_is_the_same_after_it_was_saved_and_loaded_twice(tiny, ids,
         assert torch.equal(logits(model, ids), expected)
 
 
+def test_restoring_a_model_leaves_another_that_was_built_on_its_config(tiny, ids):
+    """Two models on one config object, as `Model(model.config)` makes them: each keeps its own law."""
+    model = extended(tiny("llama"), "3d-rpe")
+    other = type(model)(model.config).eval()
+    before = other(ids).logits
+    rpe3d.restore(model)
+    assert rpe3d.law_of(model) is None
+    assert rpe3d.law_of(other).name == "3d-rpe"
+    assert torch.equal(other(ids).logits, before)
+
+
 def test_a_config_that_takes_no_rope_type_but_its_own_is_found_out_before_saving(tiny):
     """Phi-3's class validates the names of rope types itself, so no registry lets it hold a law."""
     with pytest.raises(ConfigError, match="Phi3ForCausalLM runs under a law but cannot be saved with it"):
@@ -188,12 +205,15 @@ def test_extending_again_replaces_the_law(tiny, ids):
         ("linear", {"rope_type": "linear", "factor": 4.0}),
         ("yarn", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}),
         ("dynamic", {"rope_type": "dynamic", "factor": 1.0}),
+        ("longrope", {"rope_type": "longrope", "original_max_position_embeddings": 64, **FACTORS}),
     ],
 )
 def test_frequency_laws_equal_stock_transformers_configured_by_itself(tiny, ids, name, theirs):
     length = {} if name == "dynamic" else {"max_position_embeddings": 256}
     peer = tiny(rope_parameters={"rope_theta": 10000.0, **theirs}, **length)
-    torch.testing.assert_close(logits(rpe3d.extend(tiny(), name, context=256), ids), logits(peer, ids), **CLOSE)
+    model = rpe3d.extend(tiny(), name, context=256, **FACTORS if name == "longrope" else {})
+    for tokens in (ids, ids[:, :40], ids):
+        torch.testing.assert_close(logits(model, tokens), logits(peer, tokens), **CLOSE)
 
 
 def test_a_model_with_its_own_scaling_keeps_it_underneath(tiny, ids):
@@ -242,7 +262,7 @@ def test_a_short_prompt_is_the_same_bit_for_bit(tiny, ids, tmp_path, scaling, dt
     model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config)  # not rounded with the weights
     near = ids[:, :24]
     before = model(near).logits
-    rpe3d.extend(model, context=256, chunk=8, window=16, reach=32)
+    rpe3d.extend(model, context=256, chunk=8, window=16, reach=32, focus=0, fade=0)
     assert torch.equal(model(near).logits, before)
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path, dtype=dtype)
@@ -312,14 +332,13 @@ def test_a_family_that_a_law_cannot_reach_is_refused_in_plain_words(tiny):
     indexed.model.layers[0].self_attn.indexer = torch.nn.Linear(1, 1)
     with pytest.raises(ConfigError, match="an indexer of its own chooses the keys"):
         rpe3d.extend(indexed, context=256)
-    copied = tiny()
-    copied.model.unused = copied.model.rotary_emb
-    copied.model.rotary_emb = type(copied.model.unused)(config=copy.deepcopy(copied.config))
-    with pytest.raises(ConfigError, match="its layers are turned by a copy of its config"):
-        rpe3d.extend(copied, "yarn", context=256)
-    parameters = {"rope_type": "proportional", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
-    with pytest.raises(ConfigError, match="no law is built to stand on its rope type 'proportional', which pairs"):
-        rpe3d.extend(tiny(rope_parameters=parameters), context=256)
+    several = tiny()
+    several.model.unused = several.model.rotary_emb
+    other = copy.deepcopy(several.config)
+    other.rope_parameters["rope_theta"] *= 2
+    several.model.rotary_emb = type(several.model.unused)(config=other)
+    with pytest.raises(ConfigError, match="its layers are turned by several frequencies"):
+        rpe3d.extend(several, "yarn", context=256)
     unreached = tiny()
     unreached._supports_attention_backend = False
     unreached.model.layers[0].self_attn.forward = lambda *_, **__: None + 1

@@ -12,7 +12,7 @@ import rpe3d
 from rpe3d import ConfigError, make_law
 from rpe3d.models import guard
 
-BOUNDED = {"chunk": 8, "window": 16, "reach": 32}
+BOUNDED = {"chunk": 8, "window": 16, "reach": 32, "focus": 0, "fade": 0}
 
 
 def change(model, how, name):

@@ -16,11 +16,14 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 import rpe3d
 from rpe3d import ConfigError
 from rpe3d.attention import attention
+from rpe3d.geometry import LAWS
 from rpe3d.models.carried import module_law
 from rpe3d.models.positions import _starts
 from tiny_models import make
 
-LAW = {"chunk": 8, "window": 16, "reach": 32}
+LAW = {"chunk": 8, "window": 16, "reach": 32, "focus": 0, "fade": 0}
+OWN = {"dpe": {"scales": (3, 16, 1, 11)}, "string": {"context": 124}}
+STEADY = [name for name, law in LAWS.items() if not law.grows]  # whose cached keys would be of earlier frequencies
 ORACLE = "oracle"
 CASES = 6
 
@@ -169,3 +172,11 @@ def test_every_row_is_what_it_is_alone_or_is_refused(family, mode, fuzz, device)
             done = one_case(model, random.Random(f"{family} {mode.__name__} {seed}"))
         compared, refused = compared + done[0], refused + done[1]
     assert compared > refused
+
+
+@pytest.mark.parametrize("name", STEADY)
+def test_every_row_is_what_it_is_alone_under_any_law(name, fuzz, device):
+    model = rpe3d.extend(make("llama").to(device), name, **{"context": 512} | OWN.get(name, {}))
+    with torch.no_grad():
+        done = [one_case(model, random.Random(f"{name} {seed}")) for seed in range(2 * fuzz)]
+    assert sum(compared for compared, _ in done) > sum(refused for _, refused in done)

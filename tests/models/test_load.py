@@ -247,7 +247,7 @@ def test_a_law_stands_on_longchats_positions_and_they_are_divided_once(longchat,
     assert torch.equal(rpe3d.restore(again.model)(ids).logits, stock)
 
 
-@pytest.mark.parametrize("law", ["ntk", "dynamic", "yarn"])
+@pytest.mark.parametrize("law", ["ntk", "dynamic", "yarn", "longrope"])
 def test_laws_that_rebuild_the_frequencies_refuse_longchat(longchat, law):
     model = load(str(longchat), device="cpu", with_tokenizer=False).model
     with pytest.raises(ConfigError, match="'linear' scaling"):

@@ -8,7 +8,7 @@ import torch
 import rpe3d
 from rpe3d.models import law_of
 
-LAW = {"context": 512, "chunk": 8, "window": 16, "reach": 32}
+LAW = {"context": 512, "chunk": 8, "window": 16, "reach": 32, "focus": 0, "fade": 0}
 
 
 def to_cpu(model, folder):

@@ -15,7 +15,7 @@ from rpe3d.geometry import Law
 from rpe3d.models import as_stock, facts, pretrained_length
 from rpe3d.models.carried import Carried, module_law
 
-BOUNDED = {"chunk": 8, "window": 16, "reach": 32}
+BOUNDED = {"chunk": 8, "window": 16, "reach": 32, "focus": 0, "fade": 0}
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 
 
@@ -84,6 +84,51 @@ def test_a_law_has_its_own_context_and_parameters(tiny, given):
     with pytest.raises(ConfigError, match=f"{next(iter(given))} is given beside a law"):
         rpe3d.extend(model, law, **given)
     assert rpe3d.law_of(model) is None
+
+
+def test_a_law_is_taken_as_text_with_its_parameters_and_from_a_file(tiny, tmp_path):
+    """What `--law` takes, `extend` takes; a keyword overrides the text, and a file has a context of its own."""
+    law = make_law("3d-rpe", context=256, chunk=8, reach=48, **facts(tiny()))
+    (tmp_path / "law.json").write_text(law.json)
+    for given, more in (
+        ("3d-rpe:chunk=8,reach=48", {"context": 256}),
+        ("3d-rpe:chunk=4,reach=48", {"context": 256, "chunk": 8}),
+        (str(tmp_path / "law.json"), {}),
+        (tmp_path / "law.json", {}),
+        (tmp_path / "law.json", {"context": 256}),
+    ):
+        assert rpe3d.law_of(rpe3d.extend(tiny(), given, **more)) == law
+    longer = rpe3d.law_of(rpe3d.extend(tiny(), tmp_path / "law.json", context=512))
+    assert (longer.context, longer.reach) == (512, 48)
+    other = make_law("3d-rpe", context=256, **facts(tiny()) | {"pretrained": 128})
+    (tmp_path / "other.json").write_text(other.json)
+    model = tiny()
+    with pytest.raises(ConfigError, match="other was made for a model of 128 positions, and this one has 64"):
+        rpe3d.extend(model, tmp_path / "other.json")
+    with pytest.raises(ConfigError, match="'chunk' in '3d-rpe:chunk' has no value"):
+        rpe3d.extend(model, "3d-rpe:chunk", context=256)
+    assert rpe3d.law_of(model) is None
+
+
+@pytest.mark.parametrize("law", [None, 3, {"name": "3d-rpe"}, type(make_law("rope", pretrained=64, head_dim=16))])
+def test_what_is_no_law_is_refused(tiny, law):
+    """A dict or a class comes from someone who holds a law in another form: the message names the forms."""
+    model = tiny()
+    with pytest.raises(ConfigError, match="which is neither a Law nor text nor a Path"):
+        rpe3d.extend(model, law, context=256)
+    assert rpe3d.law_of(model) is None
+
+
+def test_a_checkpoint_from_before_fading_loads_as_the_law_that_it_was(tiny, tmp_path):
+    """Its config names neither focus nor fade; its far keys weighed what they weighed."""
+    model = rpe3d.extend(tiny(), context=256, **BOUNDED)
+    law = rpe3d.law_of(model)
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for name in ("focus", "fade", "sinks"):
+        del config["rope_parameters"]["law"][name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert rpe3d.law_of(type(model).from_pretrained(tmp_path)) == law
 
 
 def test_a_law_by_its_name_needs_a_context(tiny):

@@ -15,7 +15,7 @@ from rpe3d.attention.problem import Placed, placed
 from rpe3d.models import positions
 from rpe3d.models.positions import layer_mask, layout
 
-BOUNDED = {"chunk": 8, "window": 16, "reach": 32}
+BOUNDED = {"chunk": 8, "window": 16, "reach": 32, "focus": 0, "fade": 0}
 
 
 @pytest.fixture

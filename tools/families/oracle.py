@@ -24,6 +24,7 @@ class Call:
     rotary_given: dict[str, Any]
 
     def again(self, **changes: Any) -> Tensor:
+        self.rotary(**self.rotary_given)  # as in a forward: some families note their positions here
         bound = inspect.signature(self.module.forward).bind_partial()
         bound.arguments.update({k: v for k, v in self.given.items() if k in bound.signature.parameters})
         extra = {k: v for k, v in self.given.items() if k not in bound.signature.parameters}
@@ -50,6 +51,12 @@ def _positions(value: Any) -> bool:
     return isinstance(value, Tensor) and not value.is_floating_point() and value.shape[-1] == LONG
 
 
+def _first(table: Any) -> Tensor | None:
+    """Tell one table of cos and sin, or of complex numbers, from another."""
+    found: Tensor | None = table[0] if isinstance(table, tuple) else table
+    return found
+
+
 def calls(model: nn.Module, ids: Tensor) -> list[Call]:
     """Every attention layer's arguments and output in one stock forward, with the rotary call that served it."""
     turns: list[tuple[nn.Module, dict[str, Any], Any]] = []
@@ -64,15 +71,15 @@ def calls(model: nn.Module, ids: Tensor) -> list[Call]:
 
     def attended(module: Any, args: Any, kwargs: Any, output: Any) -> None:
         given = bound(module, args, kwargs)
-        table = given.get("position_embeddings")
+        table = _first(given.get("position_embeddings"))
         for rotary, rotary_given, made in turns:
-            if isinstance(table, tuple) and isinstance(made, tuple) and made[0] is table[0]:
+            if table is not None and _first(made) is table:
                 first = output[0] if isinstance(output, tuple) else output
                 calls.append(Call(module.layer_idx, module, given, first, rotary, rotary_given))
 
     hooks = []
     for module in model.modules():
-        if hasattr(module, "inv_freq") or hasattr(module, "full_attention_inv_freq"):
+        if any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False)):
             hooks.append(module.register_forward_hook(turned, with_kwargs=True))
         elif hasattr(module, "layer_idx") and hasattr(module, "scaling"):
             hooks.append(module.register_forward_hook(attended, with_kwargs=True))

@@ -27,10 +27,11 @@ from torch import Tensor
 from oracle import calls
 from rpe3d.config import ConfigError
 from rpe3d.models.extend import check_savable, extend, law_of, restore
-from tiny import CLOSE, CONTEXT, LAW, LONG, build, decoded, logits, near
+from tiny import CLOSE, CONTEXT, LAW, LONG, PICTURES, build, decoded, logits, near, published
 
 SHORT = LAW["window"] + LAW["chunk"]  # fact 1 of docs/paper.md: up to w + c tokens 3D-RPE is RoPE
-SECONDS = 20
+SECONDS = 90
+NO_ROTATION = "describes no rotary position encoding"
 VERDICTS = ("WRONG", "supported", "partly", "refused", "not tried")
 
 
@@ -45,10 +46,13 @@ class Row:
 
 
 def survey(names: Iterable[str] | None = None) -> list[Row]:
-    """A row per family, all of the installed transformers' causal LMs unless named; progress goes to stderr."""
+    """A row per family: the installed transformers' causal LMs and some for pictures, unless named.
+
+    Progress goes to stderr.
+    """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as known
 
-    names = list(known if names is None else names)
+    names = [*known, *PICTURES] if names is None else list(names)
     rows = []
     for n, name in enumerate(names, 1):
         start = time.perf_counter()
@@ -121,6 +125,8 @@ def _check(name: str, model: Any, ids: Tensor) -> Row:
     if wrong:
         return Row(family=name, verdict="WRONG", reason=wrong)
     row = _accepted(name, model, changed, unturned, bool(seen))
+    if published(name):
+        row = replace(row, reason=f"{row.reason}; as {published(name)} has them")
     return row if kept else replace(row, reason=f"{row.reason}; in memory only: its config cannot hold a law")
 
 
@@ -213,16 +219,21 @@ def page(rows: list[Row]) -> str:
     """The survey as Markdown."""
     import transformers
 
-    counts = Counter(row.verdict for row in rows)
-    total = ", ".join(f"{counts[v]} {v}" for v in VERDICTS if counts[v])
+    causal = [row for row in rows if row.family not in PICTURES]
+    with_pictures = [row for row in rows if row.family in PICTURES]
+    rotating = [row for row in causal if NO_ROTATION not in row.reason]
+    extended = sum(row.verdict in ("supported", "partly") for row in rotating)
     lines = [
         "# Which model families can be extended",
         "",
-        f"{len(rows)} causal-LM families of transformers {transformers.__version__}: {total}.",
+        f"{len(causal)} causal-LM families of transformers {transformers.__version__}: {_total(causal)}.",
+        f"Of the {len(rotating)} that rotate, {extended} can be extended, whole or in the layers that reach the whole",
+        "text.",
         "",
         "Made by `python tools/families/survey.py --out docs/families.md` on CPU: a tiny random model of every family,",
         f"under `3d-rpe` (context {CONTEXT}, chunk {LAW['chunk']}, window {LAW['window']}, reach {LAW['reach']}).",
-        "A family is judged by its config's defaults: mistral's has a window, which v0.1 had and later ones do not.",
+        "A family is judged by its config's defaults, or by the config of the model that its row names: the default of",
+        "mistral has a window, which v0.1 had and later models do not.",
         "",
         f"- *Supported*: `extend` accepts it; {SHORT} tokens give the stock logits and {LONG} do not; prefill and",
         "  decode equal one forward; the last query of every changed layer equals the stock layer with its keys at the",
@@ -232,13 +243,35 @@ def page(rows: list[Row]) -> str:
         "- *Not tried*: the survey's one recipe built no tiny model that runs, which says nothing about real ones.",
         "- *WRONG*: accepted by `extend`, yet one of the checks fails. Do not use it; it is a bug of ours.",
         "",
-        "| Family | Verdict | What was found |",
-        "|---|---|---|",
+        "Caches, quantised weights, checkpoints with a long context, and the peers: [caches.md](caches.md).",
+        "",
+        *_table(causal),
     ]
+    if with_pictures:
+        lines += [
+            "",
+            "## Pictures and text",
+            "",
+            f"{len(with_pictures)} families that take pictures as well, with text alone: {_total(with_pictures)}.",
+            "Where a picture's tokens stand on the line of the text (LLaVA, InternVL), a law places them like text.",
+            "Where they stand on a plane (Qwen-VL, GLM-V: time, height, width), a prompt with a picture is refused.",
+            "",
+            *_table(with_pictures),
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _total(rows: list[Row]) -> str:
+    counts = Counter(row.verdict for row in rows)
+    return ", ".join(f"{counts[v]} {v}" for v in VERDICTS if counts[v])
+
+
+def _table(rows: list[Row]) -> list[str]:
+    lines = ["| Family | Verdict | What was found |", "|---|---|---|"]
     for row in sorted(rows, key=lambda r: (VERDICTS.index(r.verdict), r.family)):
         reason = row.reason.replace("|", "\\|")
         lines.append(f"| {row.family} | {row.verdict} | {reason} |")
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def main() -> None:

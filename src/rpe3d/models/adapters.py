@@ -12,7 +12,8 @@ from typing import Any
 
 from rpe3d.config import ConfigError
 from rpe3d.files import write_json
-from rpe3d.geometry import Law, make_law
+from rpe3d.geometry import Law, saved_law
+from rpe3d.models.card import write_adapter_card
 from rpe3d.models.extend import law_of
 
 FILE = "rpe3d.json"
@@ -27,6 +28,8 @@ def save_adapter(model: Any, folder: str | Path) -> None:
         )
     model.save_pretrained(folder)
     write_json(Path(folder) / FILE, {"schema": 1, "law": law.to_dict()})
+    base = model.peft_config[model.active_adapter].base_model_name_or_path
+    write_adapter_card(Path(folder), law, base or type(model.get_base_model()).__name__)
 
 
 def load_adapter(base: Any, folder: str | Path, **options: Any) -> Any:
@@ -41,7 +44,7 @@ def adapter_law(folder: str | Path) -> Law:
     """Return the law that an adapter was trained under."""
     path = Path(folder) / FILE
     try:
-        return make_law(**json.loads(path.read_text(encoding="utf-8"))["law"])
+        return saved_law(json.loads(path.read_text(encoding="utf-8"))["law"])
     except FileNotFoundError:
         raise ConfigError(
             f"{folder} has no {FILE}, so it was not trained under a law", "load or merge it with PEFT itself"

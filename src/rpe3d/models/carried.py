@@ -5,8 +5,11 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from rpe3d.config import ConfigError
-from rpe3d.geometry import Law, make_law
+from rpe3d.geometry import Law, make_law, saved_law
 
 
 class Carried(dict[str, Any]):
@@ -17,14 +20,20 @@ class Carried(dict[str, Any]):
 
     def __init__(self, parameters: dict[str, Any], law: Law | None = None) -> None:
         super().__init__(parameters)
-        self.law = make_law(**parameters["law"]) if law is None else law
+        self.law = saved_law(parameters["law"]) if law is None else law
         self.source = copy.deepcopy(parameters["law"])
         self.unrotated = frozenset(parameters.get("unrotated_layers", ()))
+        self.pieces = tuple((first, end) for first, end in parameters.get("head_pieces", ()))
+        self.notes = bool(parameters.get("positions_noted", False))
         self.still = self.law
         """What the layers without rotation are under: a law that never turns."""
         if self.unrotated:
             own = self.law
             self.still = make_law("rope", pretrained=own.pretrained, context=own.context, head_dim=own.rotary.head_dim)
+
+    def arranged(self, x: Tensor) -> Tensor:
+        """Return vectors with their dimensions in the order that a law takes: rotated pairs first, as Llama's are."""
+        return torch.cat([x[..., first:end] for first, end in self.pieces], -1) if self.pieces else x
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Carried:
         return Carried(copy.deepcopy(dict(self), memo), self.law if self["law"] == self.source else None)
@@ -33,11 +42,21 @@ class Carried(dict[str, Any]):
         return dict, (dict(self),)
 
 
+def kind_of(config: Any) -> str:
+    """Return the name that a config with several rope parameters gives to its layers with full attention."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if "full_attention" in parameters:  # every layer asks in every step
+        return "full_attention"
+    kinds = dict.fromkeys(getattr(config, "layer_types", None) or ())
+    named = [kind for kind in kinds if kind in parameters and "sliding" not in kind]
+    return named[0] if len(named) == 1 else "full_attention"
+
+
 def parameters_of(config: Any, layer_type: str | None = None) -> dict[str, Any] | None:
     """Return the rope parameters that may hold a law: those of full attention where a config has several; else None."""
     parameters = getattr(config, "rope_parameters", None)
     if isinstance(parameters, dict) and "rope_type" not in parameters:
-        parameters = parameters.get(layer_type or "full_attention")
+        parameters = parameters.get(layer_type or kind_of(config))
     return parameters if isinstance(parameters, dict) else None
 
 
@@ -52,8 +71,26 @@ def carried(config: Any, layer_type: str | None = None) -> Carried | None:
     if "rope_type" in config.rope_parameters:
         config.rope_parameters = held
     else:
-        config.rope_parameters[layer_type or "full_attention"] = held
+        config.rope_parameters[layer_type or kind_of(config)] = held
     return held
+
+
+def facts_of(config: Any) -> dict[str, Any] | None:
+    """Return what a config alone tells of a model to make laws for it: lengths and sizes, not how it rotates."""
+    config = config.get_text_config(decoder=True)
+    if (held := carried(config)) is not None:
+        made = held.law.to_dict()
+        return {name: made[name] for name in ("pretrained", "head_dim", "rotary_dim", "rope_theta", "interleaved")}
+    sizes = [getattr(config, name, None) for name in ("max_position_embeddings", "hidden_size", "num_attention_heads")]
+    own = parameters_of(config)
+    if own is None or not all(isinstance(size, int) and size > 1 for size in sizes[:2]) or not sizes[2]:
+        return None
+    head_dim = getattr(config, "head_dim", None) or sizes[1] // sizes[2]
+    turned = int(head_dim * (own.get("partial_rotary_factor") or 1))
+    if turned < 2 or turned % 2 or head_dim % 2:
+        return None
+    theta = own.get("rope_theta", 10000.0)
+    return {"pretrained": sizes[0], "head_dim": head_dim, "rotary_dim": turned, "rope_theta": theta}
 
 
 def law_in(config: Any, layer_type: str | None = None) -> Law:
@@ -64,10 +101,16 @@ def law_in(config: Any, layer_type: str | None = None) -> Law:
     return held.law
 
 
-def module_law(module: Any) -> Law:
-    """Return the law of an attention module. Every layer asks in every step: nothing is made or compared here."""
+def module_carried(module: Any) -> Carried:
+    """Return what an attention module's config holds. Every layer asks in every step: nothing is made or compared."""
     held = parameters_of(module.config)
     if not isinstance(held, Carried):  # a config that was replaced since the model was made
         law_in(module.config)
-        return module_law(module)
+        return module_carried(module)
+    return held
+
+
+def module_law(module: Any) -> Law:
+    """Return the law of an attention module."""
+    held = module_carried(module)
     return held.still if getattr(module, "layer_idx", None) in held.unrotated else held.law

@@ -56,7 +56,7 @@ def origin(source: str) -> Path | None:
 
 
 def can_be_copied(folder: Path, model: Any) -> bool:
-    """Whether the files of `folder` and the config of `model` make a checkpoint of that model.
+    """Say whether the files of `folder` and the config of `model` make a checkpoint of that model.
 
     A vision model of which only the text part was loaded, or an adapter beside its base, has to be saved instead.
     """

@@ -20,10 +20,10 @@ def device_count(kind: str) -> int:
 
 
 def has_cuda() -> bool:
-    """Whether this machine has a GPU that CUDA, or ROCm, can use."""
+    """Say whether this machine has a GPU that CUDA, or ROCm, can use."""
     return device_count("cuda") > 0
 
 
 def present(place: torch.device) -> bool:
-    """Whether this machine has the device that `place` names."""
+    """Say whether this machine has the device that `place` names."""
     return (place.index or 0) < device_count(place.type)

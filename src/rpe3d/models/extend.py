@@ -5,19 +5,26 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, overload
+from pathlib import Path
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 
-from rpe3d.config import SCALINGS, ConfigError, Rotary, make_scaling, whole
-from rpe3d.geometry import DEFAULT, Law, make_law
+from rpe3d.config import SCALINGS, ConfigError, Rotary, Scaling, make_scaling, whole
+from rpe3d.geometry import DEFAULT, Law, make_law, parse_law, read_law
 from rpe3d.geometry.frequencies import model_frequencies
-from rpe3d.models.carried import Carried, carried, parameters_of
-from rpe3d.models.probe import Findings, probe, refusal, run_one_token
+from rpe3d.models.carried import Carried, carried, kind_of, parameters_of
+from rpe3d.models.noted import is_watched, unwatch, watch
+from rpe3d.models.own_context import own_parameters, pretrained_positions
+from rpe3d.models.probe import Findings, probe, refusal, run_one_token, table_of
 from rpe3d.models.registry import DYNAMIC, NAME, register, rope_init
 
 _STATE = "_rpe3d_stock"
+Model = TypeVar("Model")
+"""A model comes back as the type that it was given as."""
+_FOREIGN = ("mrope_section", "mrope_interleaved", "llama_4_scaling_beta", "max_position_embeddings")
+"""Of rope parameters: what families keep there for other ends than frequencies."""
 
 
 @dataclass
@@ -42,27 +49,31 @@ class _Reading:
 
 
 @overload
-def extend(model: Any, law: str = DEFAULT, *, context: int, **parameters: Any) -> Any: ...
+def extend(model: Model, law: str | Path = DEFAULT, *, context: int, **parameters: Any) -> Model: ...
 
 
 @overload
-def extend(model: Any, law: Law) -> Any: ...
+def extend(model: Model, law: Law | str | Path) -> Model: ...
 
 
-def extend(model: Any, law: str | Law = DEFAULT, *, context: int | None = None, **parameters: Any) -> Any:
+def extend(model: Model, law: Law | str | Path = DEFAULT, *, context: int | None = None, **parameters: Any) -> Model:
     """Give a Hugging Face causal language model a longer context, in place; returns the model.
 
-    `law` is any of `rpe3d.laws()`, `parameters` its own; or a `Law` that was made for this model, alone. The pretrained
-    length, rope base, scaling and head layout are read from the model. Nothing is changed if anything is wrong.
-    Extending again replaces the law.
+    `law` is a name out of `rpe3d.laws()`, with `parameters` as keywords or in the text (`"3d-rpe:chunk=64"`); or a law
+    file, whose own context is the default; or a `Law` that was made for this model, alone. The pretrained length, rope
+    base, scaling and head layout are read from the model. Nothing is changed if anything is wrong. Extending again
+    replaces the law.
     """
     read = _read(model)
     found = read.found
+    if isinstance(law, str):
+        parameters = {**own_parameters(model, law), **parameters}
     made = _law_for(read.facts, law, context, parameters)
     stock = read.stock or _stock(text_config(model), found.rotaries)
     register()
     tables = [_kept(rotary) for rotary in found.rotaries]
-    shared = _own_config(model)
+    watched = [rotary for rotary in found.rotaries if is_watched(rotary)]
+    shared = _own_config(model, found.rotaries)
     try:
         _apply(text_config(model), found, made, stock)
         run_one_token(model, type(model).__name__, how="under a rope type of ours")
@@ -70,6 +81,8 @@ def extend(model: Any, law: str | Law = DEFAULT, *, context: int | None = None, 
         for module, name, value in shared:
             setattr(module, name, value)
         _put_back(found.rotaries, tables)
+        unwatch(found.rotaries)
+        watch(watched)
         raise
     setattr(model, _STATE, stock)
     return model
@@ -83,15 +96,18 @@ def facts(model: Any) -> dict[str, Any]:
     return _read(model).facts
 
 
-def restore(model: Any) -> Any:
+def restore(model: Model) -> Model:
     """Make a model stock again, bit for bit, in place; returns the model."""
-    config = text_config(model)
-    stock = getattr(model, _STATE, None) or _loaded_stock(model, config)
+    stock = getattr(model, _STATE, None) or _loaded_stock(model, text_config(model))
     if stock is None:
         raise ConfigError("this model is not extended", "there is nothing to restore")
-    rotaries = probe(model, config).rotaries
-    config.rope_parameters = copy.deepcopy(stock.rope_parameters)
-    config.max_position_embeddings = stock.max_position_embeddings
+    rotaries = probe(model, text_config(model)).rotaries
+    _own_config(model, rotaries)
+    config = text_config(model)
+    for one in _configs(config, rotaries):
+        one.rope_parameters = copy.deepcopy(stock.rope_parameters)
+        one.max_position_embeddings = stock.max_position_embeddings
+    unwatch(rotaries)
     # A model that was loaded extended has its stock tables made anew from its stock config.
     kept = stock.rotaries or [_kept(type(rotary)(config=config)) for rotary in rotaries]
     _put_back(rotaries, kept)
@@ -113,10 +129,13 @@ def pretrained_length(model: Any) -> int:
     if law is not None:
         return law.pretrained
     _rope_parameters(config)  # refuses a model without rotation, which may know no such length
-    return int(config.max_position_embeddings)
+    known = pretrained_positions(config)
+    if known is None:
+        raise ConfigError(f"{type(config).__name__} names no max_position_embeddings", "give another model")
+    return known
 
 
-def as_stock(model: Any) -> Any:
+def as_stock(model: Model) -> Model:
     """Restore a model that is under a law; returns the model."""
     return model if law_of(model) is None else restore(model)
 
@@ -145,7 +164,7 @@ def text_config(given: Any) -> Any:
 
 
 def _rope_parameters(config: Any) -> dict[str, Any]:
-    """A copy of the model's own, as its config has them: one dict, or one per type of layer."""
+    """Copy the model's own rope parameters, as its config has them: one dict, or one per type of layer."""
     parameters = getattr(config, "rope_parameters", None)
     if not isinstance(parameters, Mapping) or not parameters:
         raise ConfigError(
@@ -155,19 +174,21 @@ def _rope_parameters(config: Any) -> dict[str, Any]:
     return copy.deepcopy(dict(parameters))
 
 
-def _full(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Those of the layers with full attention."""
-    chosen = parameters if "rope_type" in parameters or "rope_theta" in parameters else parameters["full_attention"]
-    return dict(chosen)
+def _nested(parameters: dict[str, Any]) -> bool:
+    """Say whether there are several rope parameters, one per type of layer."""
+    return "rope_type" not in parameters and "rope_theta" not in parameters
+
+
+def _full(parameters: dict[str, Any], kind: str) -> dict[str, Any]:
+    """Return the rope parameters of the layers with full attention."""
+    return dict(parameters[kind] if _nested(parameters) else parameters)
 
 
 def _check_rope_type(family: str, rope_type: str) -> None:
     """Refuse a model whose own frequencies no law is built to stand on."""
-    if rope_type not in ("default", *SCALINGS):
+    if rope_type not in ("default", "proportional", *SCALINGS):
         why = {
             "dynamic": "whose frequencies change with the length of the text",
-            "longrope": "which has one set of frequencies for short texts and another for long ones",
-            "proportional": "which pairs a whole head and turns only its first pairs",
         }.get(rope_type, "which is not known here")
         raise refusal(family, f"no law is built to stand on its rope type {rope_type!r}, {why}")
 
@@ -177,16 +198,19 @@ def _read(model: Any) -> _Reading:
     config, family = text_config(model), type(model).__name__
     stock = getattr(model, _STATE, None) or _loaded_stock(model, config)
     base = stock.rope_parameters if stock else _rope_parameters(config)
-    pretrained = stock.max_position_embeddings if stock else int(config.max_position_embeddings)
     found = probe(model, config)
-    own = _full(base)
+    law = law_of(model)
+    pretrained = law.pretrained if law else pretrained_positions(config)
+    if pretrained is None:
+        raise refusal(family, "its config names no length that it was pretrained on (max_position_embeddings)")
+    own = _full(base, kind_of(config))
     _check_rope_type(family, own.get("rope_type", "default"))
     rotary = Rotary(
         head_dim=found.head_dim,
-        rope_theta=own.get("rope_theta", 10000.0),
+        rope_theta=_base(own, found),
         rotary_dim=2 * found.frequencies.numel(),
         interleaved=found.interleaved,
-        scaling=make_scaling(own),
+        scaling=_scaling(own, pretrained),
     )
     if stock is None:
         # `model.to(torch.bfloat16)` rounds the table too. A law brings its own, in float32; `restore` brings this back.
@@ -197,16 +221,51 @@ def _read(model: Any) -> _Reading:
     return _Reading(found, stock, {"pretrained": pretrained, **rotary.to_dict()})
 
 
-def _law_for(facts: dict[str, Any], law: str | Law, context: int | None, parameters: dict[str, Any]) -> Law:
-    """The law of this name for the model of these facts; or the law given, if it was made for such a model."""
+def _base(own: dict[str, Any], found: Findings) -> float:
+    """Return the base b with θ_l = b^(-2l/r) for the r dimensions that turn.
+
+    `proportional` frequencies are B^(-2l/d) with the whole head d, of which only the first turn: so b = B^(r/d).
+    """
+    base: float = own.get("rope_theta", 10000.0)
+    whole_head = own.get("rope_type") == "proportional"
+    return base ** (2 * found.frequencies.numel() / found.head_dim) if whole_head else base
+
+
+def _scaling(own: dict[str, Any], pretrained: int) -> Scaling | None:
+    """Return a model's own scaling, from the rope parameters that transformers reads.
+
+    Of a `proportional` rope type there is left, besides its base, a linear scaling or none.
+    """
+    given = {k: v for k, v in own.items() if k not in _FOREIGN}
+    match own.get("rope_type"):
+        case "proportional":
+            factor = own.get("factor", 1.0)
+            given = {"rope_type": "default"} if factor == 1.0 else {"rope_type": "linear", "factor": factor}
+        case "longrope":
+            if given.get("factor") is None:  # as transformers has it
+                given["factor"] = max(1.0, pretrained / given["original_max_position_embeddings"])
+            given.pop("short_factor", None)
+    return make_scaling(given)
+
+
+def _law_for(facts: dict[str, Any], law: Law | str | Path, context: int | None, parameters: dict[str, Any]) -> Law:
+    """Return the law of this name or file for a model of these facts, or the law given if it fits such a model."""
+    if not isinstance(law, Law | str | Path):
+        raise ConfigError(
+            f"law is {law!r}, which is neither a Law nor text nor a Path",
+            "give a name out of rpe3d.laws(), a law file, or a Law",
+        )
     if not isinstance(law, Law):
+        spec = read_law(law) if isinstance(law, Path) else parse_law(law)
+        spec.check(facts["pretrained"])
+        context = spec.context if context is None else context
         if context is None:
             raise TypeError("extend() missing 1 required keyword-only argument: 'context'")
         if read := sorted(facts.keys() & parameters):
             raise ConfigError(
                 f"{read[0]} is read from the model", "leave it out: only the law's own parameters are free"
             )
-        return make_law(law, context=whole("context", context), **facts, **parameters)
+        return make_law(spec.name, context=whole("context", context), **facts, **{**spec.parameters, **parameters})
     if given := sorted(parameters) if context is None else ["context"]:
         raise ConfigError(
             f"{given[0]} is given beside a law that was made with its own", "leave it out, or give the law by its name"
@@ -231,13 +290,8 @@ def _stock(config: Any, rotaries: tuple[Any, ...]) -> Stock:
 
 
 def _kept(rotary: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    names = (
-        "rope_type",
-        "attention_scaling",
-        "full_attention_attention_scaling",
-        "max_seq_len_cached",
-        "original_max_seq_len",
-    )
+    names = ("rope_type", "max_seq_len_cached", "original_max_seq_len")
+    names += tuple(name for name in vars(rotary) if name.endswith("attention_scaling"))
     buffers = {name: x.clone() for name, x in rotary.named_buffers(recurse=False)}
     return buffers, {name: copy.copy(getattr(rotary, name)) for name in names if hasattr(rotary, name)}
 
@@ -250,12 +304,14 @@ def _put_back(rotaries: tuple[Any, ...], kept: list[tuple[dict[str, Tensor], dic
             setattr(rotary, name, value)
 
 
-def _own_config(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
-    """Give the model a config of its own, since another may be built on the same object; what was replaced where."""
+def _own_config(model: Any, rotaries: tuple[Any, ...]) -> list[tuple[nn.Module, str, Any]]:
+    """Give the model configs of its own, since another may be built on the same objects; what was replaced where."""
     from transformers import PreTrainedConfig
 
     copies: dict[int, Any] = {}
     copy.deepcopy(model.config, copies)
+    for rotary in rotaries:
+        copy.deepcopy(getattr(rotary, "config", None), copies)
     shared = [
         (module, name, value)
         for module in model.modules()
@@ -267,40 +323,59 @@ def _own_config(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
     return shared
 
 
+def _configs(config: Any, rotaries: tuple[Any, ...]) -> list[Any]:
+    """Return a model's config, and the copies of it that some families make their cos and sin from."""
+    held = [config, *(getattr(rotary, "config", config) for rotary in rotaries)]
+    return list({id(one): one for one in held}.values())
+
+
 def _loaded_stock(model: Any, config: Any) -> Stock | None:
-    """What a config that was saved extended says of its stock model."""
+    """Return what a config that was saved extended says of its stock model."""
     parameters = parameters_of(config)
     if parameters is None or "law" not in parameters:
         return None
     return Stock(
         rope_parameters=copy.deepcopy(parameters["stock"]),
-        max_position_embeddings=int(parameters["law"]["pretrained"]),
+        max_position_embeddings=int(parameters.get("stock_positions", parameters["law"]["pretrained"])),
         attention="sdpa" if getattr(model, "_supports_sdpa", False) else "eager",
     )
 
 
 def _apply(config: Any, found: Findings, law: Law, stock: Stock) -> None:
-    """Config, tables and attention, in this order: each reads the one before."""
+    """Set config, tables and attention, in this order: each reads the one before."""
     rope_type = DYNAMIC if law.grows else NAME
-    own = _full(stock.rope_parameters)
-    entry: dict[str, Any] = {"rope_type": rope_type, "rope_theta": own.get("rope_theta", 10000.0)}
-    if "partial_rotary_factor" in own:
-        entry["partial_rotary_factor"] = own["partial_rotary_factor"]
+    kind, nested = kind_of(config), _nested(stock.rope_parameters)
+    own = _full(stock.rope_parameters, kind)
+    # Whatever else a family keeps there stays: some read a temperature or a section of their own from it.
+    entry: dict[str, Any] = {**copy.deepcopy(own), "rope_type": rope_type, "rope_theta": own.get("rope_theta", 10000.0)}
     entry |= {"law": law.to_dict(), "stock": copy.deepcopy(stock.rope_parameters)}
+    if stock.max_position_embeddings != law.pretrained:
+        entry["stock_positions"] = stock.max_position_embeddings
     if found.unrotated:
         entry["unrotated_layers"] = list(found.unrotated)
-    nested = "rope_type" not in stock.rope_parameters and "rope_theta" not in stock.rope_parameters
+    if found.pieces:
+        entry["head_pieces"] = [list(piece) for piece in found.pieces]
+        entry.setdefault("factor", 1.0)  # DeepSeek reads it as soon as a rope type is not the default
+    if found.unturned_pairs:
+        entry["unturned_pairs"] = found.unturned_pairs
+    if found.notes:
+        entry["positions_noted"] = True
     held = Carried(entry, law)
-    config.rope_parameters = {**copy.deepcopy(stock.rope_parameters), "full_attention": held} if nested else held
     # Dynamic NTK grows from the length that transformers finds here, so there it stays the pretrained one.
-    config.max_position_embeddings = length = law.pretrained if law.grows else law.context
+    length = law.pretrained if law.grows else law.context
+    for one in _configs(config, found.rotaries):
+        one.rope_parameters = {**copy.deepcopy(stock.rope_parameters), kind: held} if nested else held
+        one.max_position_embeddings = length
 
-    prefix = "full_attention_" if nested else ""
+    prefix = f"{kind}_" if nested else ""
     for rotary in found.rotaries:
-        theta, scaling = rope_init(config, getattr(rotary, f"{prefix}inv_freq").device)
+        theta, scaling = rope_init(config, table_of(rotary, kind).device, layer_type=kind if nested else None)
         for name in ("inv_freq", "original_inv_freq"):
             setattr(rotary, prefix + name, theta.clone())
         setattr(rotary, f"{prefix}attention_scaling", scaling)
-        rotary.rope_type = {**rotary.rope_type, "full_attention": rope_type} if nested else rope_type
+        rotary.rope_type = {**rotary.rope_type, kind: rope_type} if nested else rope_type
         rotary.max_seq_len_cached = rotary.original_max_seq_len = length
+    unwatch(found.rotaries)
+    if found.notes and law.needs_attention:
+        watch(found.rotaries)
     config._attn_implementation = NAME if law.needs_attention else stock.attention

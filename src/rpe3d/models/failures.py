@@ -47,6 +47,9 @@ def explained(source: str, *, hub: bool = False) -> Iterator[None]:
         if "trust_remote_code" in str(error):
             hint = "read that code, then pass trust_remote_code=True (--trust-remote-code)"
             raise ConfigError(f"{source} needs code from its own repository", hint) from error
+        if isinstance(error, ImportError):
+            hint = "install the package that it names: quantised weights need the library that made them"
+            raise ConfigError(f"cannot load {source} without another package ({line})", hint) from error
         if isinstance(error, SafetensorError):
             raise ConfigError(*_broken_weights(source, line)) from error
         if hub and isinstance(error, OSError):
@@ -55,7 +58,7 @@ def explained(source: str, *, hub: bool = False) -> Iterator[None]:
 
 
 def interrupted(error: BaseException | None) -> bool:
-    """Whether Ctrl-C lies beneath an error: modules that are being imported turn it into an ImportError."""
+    """Say whether Ctrl-C lies beneath an error: modules that are being imported turn it into an ImportError."""
     while error is not None:
         if isinstance(error, KeyboardInterrupt):
             return True
@@ -72,7 +75,7 @@ def first_line(error: BaseException) -> str:
 
 
 def _broken_weights(source: str, line: str) -> tuple[str, str]:
-    """Problem and hint for weights that safetensors refuses, without saying which file."""
+    """Return problem and hint for weights that safetensors refuses, without saying which file."""
     from huggingface_hub import snapshot_download
     from safetensors import SafetensorError, safe_open
 

@@ -41,7 +41,7 @@ def default_gguf() -> Path:
 
 
 def _cache() -> Path:
-    """`$XDG_CACHE_HOME/rpe3d`; the XDG specification says to ignore a relative path."""
+    """Return `$XDG_CACHE_HOME/rpe3d`; the XDG specification says to ignore a relative path."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if os.path.isabs(base) else Path("~/.cache").expanduser()) / "rpe3d"
 
@@ -73,7 +73,7 @@ def converted(gguf: Path) -> tuple[Path, list[str]]:
 
 
 def _damage(entry: Path) -> str | None:
-    """What keeps a cache entry from being used, or None. The manifest is written last."""
+    """Return what keeps a cache entry from being used, or None. The manifest is written last."""
     try:
         manifest = json.loads((entry / MANIFEST).read_bytes())
         if "config.json" not in manifest["files"] or not isinstance(manifest["notes"], list):
@@ -167,7 +167,7 @@ def _convert(gguf: Path, folder: Path) -> list[str]:
 
 
 def _opens_with_bos(fields: Any) -> bool:
-    """Whether texts open with a BOS token by llama.cpp's rule, which transformers does not follow.
+    """Say whether texts open with a BOS token by llama.cpp's rule, which transformers does not follow.
 
     A Llama without it spends its first word on being the token that all others may attend to.
     """
@@ -177,7 +177,7 @@ def _opens_with_bos(fields: Any) -> bool:
 
 
 def _lost_scaling(name: str, fields: dict[str, Any], tensors: list[str], config: Any) -> list[str]:
-    """A note where the file scales its frequencies and transformers did not read that (it does for few families).
+    """Return a note where the file scales its frequencies and transformers did not read that, as for most families.
 
     llama.cpp keeps the scaling of linear and YaRN models in metadata, and that of Llama 3.1 in a tensor.
     """

@@ -17,9 +17,11 @@ from urllib.request import getproxies
 import torch
 
 from rpe3d.config import ConfigError
+from rpe3d.models.carried import carried, facts_of
 from rpe3d.models.devices import has_cuda, present
 from rpe3d.models.failures import CHOICES, check_complete, explained, first_line, need
 from rpe3d.models.gguf import converted, default_gguf
+from rpe3d.models.own_context import pretrained_positions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -60,11 +62,31 @@ def load(
     with explained(source, hub=not os.path.exists(source)):
         model, tokenizer, said = _pretrained(target, kind, trust_remote_code, with_tokenizer)
         try:
-            model = model.to(place)
-        except RuntimeError as error:  # too little memory, or a driver that is too old
+            if not getattr(model, "is_quantized", False) or model.device.type != place.type:
+                model = model.to(place)  # some quantised models refuse to be moved, even to where they are
+        except (RuntimeError, ValueError) as error:  # too little memory, or a driver that is too old
             hint = "give another device, or a dtype that needs less memory"
             raise ConfigError(f"cannot put {source} on {place} ({first_line(error)})", hint) from error
     return Loaded(model=model, tokenizer=tokenizer, source=source, notes=(*notes, *said))
+
+
+def described(name: str, *, trust_remote_code: bool = False) -> dict[str, Any] | None:
+    """Return the arguments of `make_law` that a config tells, without the weights; None where it tells too little.
+
+    `facts` of the loaded model is the authority; this serves to refuse early.
+    """
+    need("transformers", "safetensors")
+    with explained(name):
+        source, target, _ = _located(name)
+    with explained(source, hub=not os.path.exists(source)):
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(target, **_where(target, trust_remote_code))
+    condense(config)
+    told = facts_of(config)
+    if told is None or carried(text := config.get_text_config(decoder=True)) is not None:
+        return told
+    return {**told, "pretrained": pretrained_positions(text)}
 
 
 def condense(config: Any) -> list[str]:
@@ -82,7 +104,7 @@ def condense(config: Any) -> list[str]:
 
 
 def _located(name: str) -> tuple[str, str, list[str]]:
-    """Where the weights come from, the folder or hub name to load them by, and what to tell the user."""
+    """Return where the weights come from, the folder or hub name to load them by, and what to tell the user."""
     path = default_gguf() if name == DEFAULT else Path(name).expanduser()
     if path.is_dir():
         _check_folder(path)
@@ -96,7 +118,7 @@ def _located(name: str) -> tuple[str, str, list[str]]:
 
 
 def _placement(device: str | torch.device | None, dtype: Kind | None) -> tuple[torch.device, Kind]:
-    """Where the model goes and in which type, checked before any file is opened."""
+    """Return where the model goes and in which type, checked before any file is opened."""
     try:
         place = torch.device(device if device is not None else "cuda" if has_cuda() else "cpu")
     except RuntimeError:
@@ -128,12 +150,10 @@ def _check_folder(folder: Path) -> None:
 def _pretrained(
     target: str, dtype: Kind, trust_remote_code: bool, with_tokenizer: bool
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None, list[str]]:
-    """Config, tokenizer, weights: what is cheap to refuse comes first."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    """Load config, tokenizer, weights: what is cheap to refuse comes first."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
-    where: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    if not os.path.isdir(target) and not _hub_can_be_asked():
-        where["local_files_only"] = True  # what the hub's cache holds, without half a minute of retries
+    where = _where(target, trust_remote_code)
     config = AutoConfig.from_pretrained(target, **where)
     _check_causal(target, config, trust_remote_code)
     notes = condense(config)
@@ -146,11 +166,20 @@ def _pretrained(
                 raise
             hint = "add its tokenizer.json, or load with with_tokenizer=False"
             raise ConfigError(f"{target} has no tokenizer that loads ({first_line(error)})", hint) from error
-    model, info = AutoModelForCausalLM.from_pretrained(
+    auto = AutoModelForImageTextToText if _takes_pictures(config) else AutoModelForCausalLM
+    model, info = auto.from_pretrained(
         target, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True, **where
     )
     check_complete(target, info)
     return model, tokenizer, notes
+
+
+def _where(target: str, trust_remote_code: bool) -> dict[str, Any]:
+    """Return the arguments with which transformers loads a model."""
+    where: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    if not os.path.isdir(target) and not _hub_can_be_asked():
+        where["local_files_only"] = True  # what the hub's cache holds, without half a minute of retries
+    return where
 
 
 def _check_causal(target: str, config: Any, trust_remote_code: bool) -> None:
@@ -161,6 +190,8 @@ def _check_causal(target: str, config: Any, trust_remote_code: bool) -> None:
         return
     named = getattr(config, "architectures", None) or []
     heads = ("CausalLM", "LMHead", "ConditionalGeneration")  # the last: vision models that continue text
+    if _takes_pictures(config) and any("ConditionalGeneration" in name for name in named):
+        return
     known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     if known and not getattr(config, "is_encoder_decoder", False):
         usual = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__
@@ -170,8 +201,17 @@ def _check_causal(target: str, config: Any, trust_remote_code: bool) -> None:
     raise ConfigError(f"{target} is not a causal language model but {kind}", "give a decoder-only model")
 
 
+def _takes_pictures(config: Any) -> bool:
+    """Say whether a model of pictures and text is known to transformers as that alone: its text part is a causal LM."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    kind = type(config)
+    decoder = not getattr(config.get_text_config(decoder=True), "is_encoder_decoder", False)
+    return kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and kind not in MODEL_FOR_CAUSAL_LM_MAPPING and decoder
+
+
 def _hub_can_be_asked() -> bool:
-    """False where the hub's name does not resolve and no proxy could know it."""
+    """Say whether the hub can be asked: not if its name does not resolve and no proxy could know it."""
     from huggingface_hub import constants
 
     if getproxies():

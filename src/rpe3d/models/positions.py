@@ -125,8 +125,9 @@ def layout(
 
 
 def _changes(x: Tensor | None) -> int | None:
-    """How often a tensor was changed in place. None in inference mode, where nobody counts: there only layers that
-    follow one another are one forward.
+    """Return how often a tensor was changed in place, or None in inference mode, where nobody counts.
+
+    There only layers that follow one another are one forward.
     """
     if x is None:
         return 0
@@ -178,7 +179,7 @@ def _unpadded(positions: Int[Tensor, "b t"], s: int) -> list[Row]:
 
 
 def _in_a_graph(s: int, mask: Tensor | None, positions: Tensor) -> Layout:
-    """Keys that count from slot to slot, as the first query has it; whether they do, the device finds out."""
+    """Place keys from slot to slot, as the first query has it; whether they count so, the device finds out."""
     b, t = positions.shape
     coding = coded(None, b, t, s, s - t, positions.device) if mask is None else mask
     row = _facts(coding, positions)
@@ -284,7 +285,7 @@ class Row(Facts):
         )
 
     def _begun(self, position: int, sure: bool) -> bool:
-        """Whether its first token can stand there: at 0, where a text was seen to begin, or where it begins now."""
+        """Say whether a first token can stand there: at 0, where a text was seen to begin, or where it begins now."""
         return position >= 0 and (sure or self.fresh or position in _starts)
 
     @property
@@ -327,7 +328,7 @@ class Row(Facts):
 
 
 def _arranged(b: int, mask: Tensor | None, positions: Tensor, rows: list[Row]) -> Layout:
-    """Sequences as runs of tokens: one for all where they have the same, or each its own."""
+    """Arrange sequences as runs of tokens: one for all where they have the same, or each its own."""
     t, row, device = positions.shape[1], rows[0], positions.device
     used = row.offset + t
     if all(x == row for x in rows) and row.queries == t and row.tokens == used:
@@ -361,7 +362,7 @@ def _arranged(b: int, mask: Tensor | None, positions: Tensor, rows: list[Row]) -
 
 
 def _tokens_first(tokens: Bool[Tensor, "b n"], up: Bool[Tensor, "b 1"]) -> Int[Tensor, "b n"]:
-    """Slots with the tokens of some rows before their padding, in order; the other rows as they are."""
+    """Put the tokens of some rows before their padding, in order; the other rows stay as they are."""
     return (~tokens & up).to(torch.uint8).argsort(dim=1, stable=True)
 
 

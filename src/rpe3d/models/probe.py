@@ -7,24 +7,32 @@ arrives at the attention registry therefore tells, layer by layer, whether and h
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from rpe3d.config import ConfigError
+from rpe3d.models.carried import kind_of, parameters_of
+from rpe3d.models.noted import positions_given
 from rpe3d.rotation import cos_sin, rotate
 
 NAME = "rpe3d-probe"
 POSITION = 5
+_LOCAL = torch.empty(0)
+"""The mask of a layer that sees a window or a chunk of the text."""
 KNOWN = ("cache_position", "s_aux", "attention_mask", "position_ids", "num_items_in_batch", "shift_labels")
 """What a layer may be handed without its attention changing; the last two are for the loss."""
 UNREACHED = "its attention does not go through transformers' attention registry"
+UNTURNED = "none of its layers with full attention rotates"
 OVERFLOW = "they overflow, although all of its weights are finite"
 MEND = "copy or convert the weights again; float16 overflows where bfloat16 does not"
+_one_at_a_time = threading.RLock()
+"""Threads that look at a model each would hand their layers to the one that registered last."""
 CLOSE = 0.05  # relative: half-precision rounding is a tenth of it, a wrong pairing ten times it
 
 
@@ -40,6 +48,12 @@ class Findings:
     table_dtype: torch.dtype
     """What the model keeps them in."""
     interleaved: bool
+    pieces: tuple[tuple[int, int], ...]
+    """Slices of a head in the order in which a law takes them, the rotated pairs first; none where they are so."""
+    unturned_pairs: int
+    """Pairs at the end of the table whose frequency is 0."""
+    notes: bool
+    """Whether positions are to be noted where cos and sin are made, since attention is not handed those."""
     layers: int
     """Layers whose attention a law changes."""
     windowed: int
@@ -54,24 +68,43 @@ class Seen:
 
     layer: int
     q: Tensor
+    k: Tensor
     windowed: bool
     positions: bool
+
+
+class Head(NamedTuple):
+    """How the dimensions of a head pair up."""
+
+    interleaved: bool
+    pieces: tuple[tuple[int, int], ...]
 
 
 def probe(model: Any, config: Any) -> Findings:
     """Find out how a model rotates; refuse one that takes no law, with the reason."""
     family = type(model).__name__
-    tables = [m for m in model.modules() if hasattr(m, "inv_freq") or hasattr(m, "full_attention_inv_freq")]
-    rotaries = tuple(m for m in tables if getattr(m, "config", config) is config)
-    if not rotaries:
-        raise refusal(family, "none of its modules keeps rotary frequencies where transformers' own do (inv_freq)")
+    kind = kind_of(config)
+    own = getattr(config, "rope_parameters", None) or {}
+    if own.get(kind, own) is None:
+        raise refusal(family, UNTURNED)
     if any(name.endswith("indexer") for name, _ in model.named_modules()):
         raise refusal(family, "an indexer of its own chooses the keys that a query sees, and no law reaches it")
+    tables = [m for m in model.modules() if hasattr(m, "inv_freq") or hasattr(m, f"{kind}_inv_freq")]
+    made_for_text = [m for m in tables if _same_rotation(getattr(m, "config", config), config)]
+    if not made_for_text:
+        raise refusal(
+            family,
+            "its cos and sin are made from other configs than the one of its text"
+            if tables
+            else "none of its modules keeps rotary frequencies where transformers' own do (inv_freq)",
+        )
+    far = POSITION + _switch(config)
     with _called(tables) as used:
-        first, second = (_watch(model, config, family, position) for position in (0, POSITION))
-    if any(module not in rotaries for module in used):
-        raise refusal(family, "its layers are turned by a copy of its config, which a law does not reach")
-    if not first or len(first) != len(second):
+        first, second = (_watch(model, config, family, position) for position in (0, far))
+    rotaries = tuple(module for module in made_for_text if module in used)  # a picture's is not, with text alone
+    if any(module not in made_for_text for module in used):
+        raise refusal(family, "its layers are turned by several frequencies, and a law has one set")
+    if not first or len(first) != len(second) or not rotaries:
         raise refusal(family, UNREACHED)
     if any(not seen.q.isfinite().all() for seen in first + second):
         raise ConfigError(f"the queries of {family} are not finite numbers: {not_finite(model) or OVERFLOW}", MEND)
@@ -80,43 +113,100 @@ def probe(model: Any, config: Any) -> Findings:
         raise refusal(family, "all of its layers have a sliding window, so none reaches further than it")
     turned = [(a, b) for a, b in full if not torch.equal(a.q, b.q)]
     if not turned:
-        raise refusal(family, "none of its layers with full attention rotates")
-    if not all(a.positions for a, _ in turned):
+        raise refusal(family, UNTURNED)
+    if any(_drops_keys(config, a.layer) for a, _ in turned):
+        raise refusal(family, "its cache keeps a window of keys, although its attention looks back further")
+    positions = list(used.values())
+    if not all(a.positions for a, _ in turned) and any(x is None for x in positions):
         raise refusal(family, "it passes no position ids to its attention, so a law cannot know where tokens stand")
-    table = _table(rotaries[0])
+    table = table_of(rotaries[0], kind)
     theta = table.detach().double().cpu()
-    head_dim = turned[0][0].q.shape[-1]
-    interleaved = [_pairing(a.q, b.q, theta) for a, b in turned]
-    if None in interleaved or len(set(interleaved)) > 1:
-        raise refusal(family, "it turns other dimensions of a head than the first, in other pairs, or the other way")
+    theta = theta[: int((theta != 0).sum())]
+    heads = {_head(x, y, far * theta) for a, b in turned for x, y in ((a.q, b.q), (a.k, b.k))}
+    head = heads.pop()
+    if head is None or heads:
+        raise refusal(family, "its pairs of dimensions, or the way in which they turn, are none that a law knows")
     return Findings(
         rotaries=rotaries,
-        head_dim=head_dim,
+        head_dim=turned[0][0].q.shape[-1],
         frequencies=theta,
         table_dtype=table.dtype,
-        interleaved=bool(interleaved[0]),
+        interleaved=head.interleaved,
+        pieces=head.pieces,
+        unturned_pairs=table.numel() - theta.numel(),
+        notes=not all(a.positions for a, _ in turned) or any(x is not None and x.ndim > 2 for x in positions),
         layers=len(turned),
         windowed=len(first) - len(full),
         unrotated=tuple(a.layer for a, b in full if torch.equal(a.q, b.q)),
     )
 
 
-def _table(rotary: Any) -> Tensor:
-    theta: Tensor = rotary.inv_freq if hasattr(rotary, "inv_freq") else rotary.full_attention_inv_freq
+def table_of(rotary: Any, kind: str) -> Tensor:
+    """Return the frequencies that a module keeps for the layers with full attention."""
+    theta: Tensor = rotary.inv_freq if hasattr(rotary, "inv_freq") else getattr(rotary, f"{kind}_inv_freq")
     return theta
 
 
-def _pairing(at_zero: Tensor, at_position: Tensor, theta: Tensor) -> bool | None:
-    """Whether a vector was turned in neighbours (True) or halves (False); None if in neither."""
+def _same_rotation(config: Any, own: Any) -> bool:
+    """Say whether a module was made from a model's own config, or from a copy that rotates in the same way."""
+    same = type(config) is type(own) and getattr(config, "rope_parameters", None) == own.rope_parameters
+    return config is own or bool(same)
+
+
+def _drops_keys(config: Any, layer: int) -> bool:
+    """Say whether the cache that transformers makes for a model forgets the first keys of a layer."""
+    from transformers import DynamicCache
+
+    layers = DynamicCache(config=config).layers
+    return layer < len(layers) and bool(getattr(layers[layer], "is_sliding", False))
+
+
+def _switch(config: Any) -> int:
+    """Return the position from which a model has other frequencies, those that a law stands on (longrope)."""
+    own = parameters_of(config) or {}
+    return int(own["original_max_position_embeddings"]) if own.get("rope_type") == "longrope" else 0
+
+
+def _head(at_zero: Tensor, at_position: Tensor, angles: Tensor) -> Head | None:
+    """Say how a vector was turned by these angles; None if in no way that a law knows."""
     vector, truth = at_zero.double().cpu(), at_position.double().cpu()
-    if 2 * theta.numel() > vector.shape[-1]:
+    n, d = angles.numel(), vector.shape[-1]
+    if 2 * n > d:
         return None
-    cos, sin = cos_sin(POSITION * theta[None], dtype=torch.float64)
-    for interleaved in (False, True):
-        turned, _ = rotate(vector, None, cos, sin, interleaved=interleaved, impl="reference")
-        if (turned - truth).norm() <= CLOSE * (vector - truth).norm():
-            return interleaved
+    cos, sin = cos_sin(angles[None], dtype=torch.float64)
+    for interleaved, pieces in _heads(n, d):
+        before, after = (torch.cat([x[..., a:b] for a, b in pieces], -1) for x in (vector, truth))
+        turned, _ = rotate(before, None, cos, sin, interleaved=interleaved, impl="reference")
+        if (turned - after).norm() <= CLOSE * (before - after).norm():
+            return Head(interleaved, () if pieces == [(0, d)] else tuple(pieces))
     return None
+
+
+def _heads(n: int, d: int) -> Iterator[tuple[bool, list[tuple[int, int]]]]:
+    """Yield the ways in which `n` pairs of `d` dimensions turn in published models, Llama's first.
+
+    Pairs are halves or neighbours, of the first dimensions or the last ones (DeepSeek's latent attention); halves may
+    turn backwards (nanochat), which is forwards with the halves exchanged; or be the first of two halves of the whole
+    head each (Gemma 4).
+    """
+    for start in dict.fromkeys((0, d - 2 * n)):
+        middle, end = start + n, start + 2 * n
+        for interleaved in (False, True):
+            yield interleaved, _joined((start, end), (0, start), (end, d))
+        yield False, _joined((middle, end), (start, middle), (0, start), (end, d))
+    half = d // 2
+    yield False, _joined((0, n), (half, half + n), (n, half), (half + n, d))
+
+
+def _joined(*pieces: tuple[int, int]) -> list[tuple[int, int]]:
+    """Return slices without the empty ones, and neighbours as one."""
+    kept: list[tuple[int, int]] = []
+    for first, end in pieces:
+        if kept and kept[-1][1] == first:
+            first = kept.pop()[0]
+        if end > first:
+            kept.append((first, end))
+    return kept
 
 
 def _watch(model: Any, config: Any, family: str, position: int) -> list[Seen]:
@@ -138,7 +228,8 @@ def _watch(model: Any, config: Any, family: str, position: int) -> list[Seen]:
         if strange := unknown(kwargs):
             raise ConfigError(f"its attention is also given {strange}, of which a law knows nothing", "")
         layer = int(getattr(module, "layer_idx", len(seen)))
-        seen.append(Seen(layer, query.detach().clone(), sliding_window is not None, position_ids is not None))
+        windowed = sliding_window is not None or attention_mask is _LOCAL
+        seen.append(Seen(layer, query.detach().clone(), key.detach().clone(), windowed, position_ids is not None))
         return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2).contiguous(), None
 
     with _attention(config, record):
@@ -158,13 +249,16 @@ def not_finite(model: Any) -> str | None:
     return None
 
 
-def run_one_token(model: Any, family: str, position: int = 0, how: str = "by itself") -> None:
+def run_one_token(
+    model: Any, family: str, position: int = 0, how: str = "by itself", past_key_values: Any = None
+) -> None:
     """Run a forward of one token; refuse the model if it fails."""
     device = _input_device(model)
     given = {
         "input_ids": torch.ones(1, 1, dtype=torch.long, device=device),
         "position_ids": torch.full((1, 1), position, device=device),
-        "use_cache": False,
+        "use_cache": past_key_values is not None,
+        "past_key_values": past_key_values,
     }
     training = model.training
     try:
@@ -183,7 +277,7 @@ def run_one_token(model: Any, family: str, position: int = 0, how: str = "by its
 
 
 def _input_device(model: Any) -> torch.device:
-    """Where token ids go: to the embeddings, or to where accelerate brings them for a forward if it keeps them away."""
+    """Return where token ids go: to the embeddings, or where accelerate brings offloaded ones for a forward."""
     embeddings = model.get_input_embeddings()
     device: torch.device = embeddings.weight.device
     if device.type != "meta":
@@ -199,10 +293,14 @@ def unknown(kwargs: dict[str, Any]) -> str | None:
 
 
 @contextmanager
-def _called(modules: list[nn.Module]) -> Iterator[list[nn.Module]]:
-    """Those of some modules that run during a `with`."""
-    used: list[nn.Module] = []
-    hooks = [m.register_forward_hook(lambda module, *_: used.append(module)) for m in modules]
+def _called(modules: list[nn.Module]) -> Iterator[dict[nn.Module, Tensor | None]]:
+    """Yield those of some modules that run during a `with`, and the position ids that each was handed last."""
+    used: dict[nn.Module, Tensor | None] = {}
+
+    def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+        used[module] = positions_given(module, args, kwargs)
+
+    hooks = [m.register_forward_pre_hook(note, with_kwargs=True) for m in modules]
     try:
         yield used
     finally:
@@ -212,17 +310,20 @@ def _called(modules: list[nn.Module]) -> Iterator[list[nn.Module]]:
 
 @contextmanager
 def _attention(config: Any, function: Any) -> Iterator[None]:
-    """The layers of a config with another attention function, and without a mask, for the time of a `with`."""
+    """Give the layers of a config another attention function, and no mask, for the time of a `with`."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    before = config._attn_implementation
-    AttentionInterface.register(NAME, function)
-    AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
-    try:
-        config._attn_implementation = NAME
-        yield
-    finally:
-        config._attn_implementation = before
+    with _one_at_a_time:
+        before = config._attn_implementation
+        AttentionInterface.register(NAME, function)
+        AttentionMaskInterface.register(
+            NAME, lambda *args, local_size=None, **kwargs: None if local_size is None else _LOCAL
+        )
+        try:
+            config._attn_implementation = NAME
+            yield
+        finally:
+            config._attn_implementation = before
 
 
 def refusal(family: str, reason: str) -> ConfigError:

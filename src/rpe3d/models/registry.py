@@ -8,26 +8,38 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.nn.modules.module import register_module_buffer_registration_hook
 
-from rpe3d.attention import attention
+from rpe3d.attention import Memory, attention
 from rpe3d.config import ConfigError
 from rpe3d.geometry import Law
-from rpe3d.models.carried import law_in, module_law, parameters_of
+from rpe3d.models import noted
+from rpe3d.models.carried import carried, law_in, module_carried, module_law, parameters_of
 from rpe3d.models.guard import tell_of_length, watch
 from rpe3d.models.positions import Layout, layer_mask, layout
 from rpe3d.models.probe import unknown
 
 NAME = "rpe3d"  # transformers parses names: none of "flash", "sdpa", "flex", "/" may be in it
+memories: WeakKeyDictionary[torch.nn.Module, Memory] = WeakKeyDictionary()
+"""By layer: what it knows of the cache it last read. A cache is not told apart by its address: what is known is checked
+against its keys before it is used, so nothing goes stale, whatever happens to a cache."""
 DYNAMIC = "rpe3d-dynamic"  # transformers looks for "dynamic" in a rope type to know that it grows
 
 
+_looking_out: list[Any] = []
+"""The one hook that sees modules being made, once a model under a law is."""
+
+
 def register() -> None:
-    """Register our attention and mask with transformers."""
+    """Register our attention and mask with transformers, and look out for modules that are made under a law."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
+    if not _looking_out:
+        _looking_out.append(register_module_buffer_registration_hook(_made))
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, make_mask)
     watch()
@@ -39,16 +51,33 @@ def rope_init(
     """Return the law's frequencies to transformers (rope init), and select our attention if the law needs it."""
     register()
     law = law_in(config, layer_type)
+    held = carried(config, layer_type)
+    assert held is not None
     if law.needs_attention:
         config._attn_implementation = NAME
     if law.keeps_frequencies:
         return _stock_table(config, law, device, layer_type), law.attention_scaling
     length = law.pretrained if seq_len is None else int(seq_len)  # dynamic NTK is stock until the text has grown
-    return law.frequencies(length).to(device=device, dtype=torch.float32), law.attention_scaling
+    theta = law.frequencies(length).to(device=device, dtype=torch.float32)
+    return torch.nn.functional.pad(theta, (0, held.get("unturned_pairs", 0))), law.attention_scaling
+
+
+def _made(module: Any, name: str, _: Any) -> None:
+    """Prepare a module that is given the frequencies of a law: it may note positions, or be made from another config.
+
+    A saved model is built by transformers, which calls nothing of ours but `rope_init`, and that knows of no module.
+    """
+    if not name.endswith("inv_freq"):
+        return
+    held = carried(getattr(module, "config", None))
+    if held is not None and held.law.needs_attention:
+        module.config._attn_implementation = NAME
+        if held.notes:
+            noted.watch([module])
 
 
 def _stock_table(config: Any, law: Law, device: Any, layer_type: str | None) -> Tensor:
-    """The model's own frequencies with the roundings of transformers: short prompts are then the same bit for bit."""
+    """Return the model's frequencies, rounded as by transformers: short prompts are then the same bit for bit."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     parameters = parameters_of(config, layer_type)
@@ -57,7 +86,8 @@ def _stock_table(config: Any, law: Law, device: Any, layer_type: str | None) -> 
     stock.rope_parameters = copy.deepcopy(parameters["stock"])
     own = parameters_of(stock, layer_type) or {}
     if (rope_type := own.get("rope_type", "default")) != "default":
-        table: Tensor = ROPE_INIT_FUNCTIONS[rope_type](stock, device, layer_type=layer_type)[0]
+        long = {"seq_len": own["original_max_position_embeddings"] + 1} if rope_type == "longrope" else {}
+        table: Tensor = ROPE_INIT_FUNCTIONS[rope_type](stock, device, layer_type=layer_type, **long)[0]
         return table.to(device)
     dim = 2 * law.rotary.pairs
     return (1.0 / (law.rotary.rope_theta ** (torch.arange(0, dim, 2, dtype=torch.float) / dim))).to(device)
@@ -131,14 +161,20 @@ def attend(
             return attend(
                 module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, None, position_ids
             )
-    law = module_law(module)
+    law, held = module_law(module), module_carried(module)
+    if held.notes:
+        position_ids = noted.positions(module.config, position_ids).to(query.device)
     layer = getattr(module, "layer_idx", 0)
     where: Layout = layout(query, key, attention_mask, position_ids, layer, getattr(module, "config", None))
     if where.end is not None and where.end > law.context:
         tell_of_length(law, where.end)
     query, key, value = where.gathered(query, key, value)
+    query, key = held.arranged(query), held.arranged(key)
     solve = where.shared or attention
-    out, _ = solve(query, key, value, law, scale=scaling, softcap=softcap, sinks=s_aux, **where.arguments)
+    memory = None if where.shared is None or not law.chooses else memories.setdefault(module, Memory())
+    out, _ = solve(
+        query, key, value, law, scale=scaling, softcap=softcap, sinks=s_aux, memory=memory, **where.arguments
+    )
     return where.returned(out).transpose(1, 2).contiguous(), None
 
 
@@ -154,7 +190,7 @@ def _stock(
     s_aux: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """A layer with a window of its own, as the model has it."""
+    """Run a layer with a window of its own, as the model has it."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if softcap is None and s_aux is None:
