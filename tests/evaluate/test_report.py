@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import errno
+import math
 import os
 import re
 import struct
@@ -17,12 +18,24 @@ import rpe3d
 from rpe3d.config import ConfigError
 from rpe3d.drawing.axes import spread
 from rpe3d.evaluate.findings import findings
+from rpe3d.evaluate.names import short_names
 from rpe3d.evaluate.plots import plots, smoothed
 from rpe3d.evaluate.report import write_report
 from rpe3d.geometry import LAWS, styles
 
 PRETRAINED = 1024
 VOID = {"meta", "path", "rect", "use", "br", "link"}
+
+
+def windows(ppl, noise=(0.0,) * 4):
+    """Four windows, the later the harder, on which a law with this perplexity is that much off."""
+    losses = [math.log(ppl) + 0.2 * i + off for i, off in enumerate(noise)]
+    return [{"text": "a.txt", "start": 10_000 * i, "nll": nll, "tail_nll": nll} for i, nll in enumerate(losses)]
+
+
+def reading(found, ppl, **noise):
+    """The same row with another perplexity."""
+    return found | {"ppl": ppl, "windows": windows(ppl, **noise)}
 
 
 def row(law, length, ppl=20.0, broken_from=None, **given):
@@ -36,8 +49,8 @@ def row(law, length, ppl=20.0, broken_from=None, **given):
         "law": law, "length": length, "status": "ok", "ppl": ppl, "tail_ppl": ppl + 1, "copy_nll": 0.5,
         "passkey": 1, "passkey_n": 2, "tokens": 4 * length, "seconds": 2.5, "tokens_per_second": 1234.5,
         "parameters": {name: getattr(made, name) for name in made.parameters()},
-        "windows": [{"text": "a.txt", "start": 0, "nll": 3.0, "tail_nll": 3.0}], "positions": buckets,
-        "copies": [{"nll": 0.5, "seed": 0}],
+        "windows": windows(ppl), "positions": buckets,
+        "copies": [{"nll": given.get("copy_nll", 0.5) + 0.1 * seed, "seed": seed} for seed in range(4)],
         "passkeys": [
             {"depth": 0.25, "key": 12345, "answer": "54321", "correct": False},
             {"depth": 0.75, "key": 12345, "answer": "12345", "correct": True},
@@ -153,7 +166,58 @@ def test_the_page_holds_every_number_of_the_table_and_marks_the_best(tmp_path):
     for expected in ("90.00", "35.50", "34.50", "34.00", "91.00", "6.00", "0.25", "0/2", "2/2", "1,234"):
         assert expected in page.cells
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert re.findall(r'<td class="best">(.*?)</td>', text) == ["34.00", "35.00", "0.25", "2/2"]
+    assert re.findall(r'<td class="best">(.*?)</td>', text) == ["34.00", "35.00", "0.25"]
+
+
+def test_within_the_noise_nobody_is_marked_nor_crowned(tmp_path):
+    """dca is 1 % better on the mean, and worse on half of the windows."""
+    noisy = [reading(r, 33.7, noise=(-0.02, 0.02, -0.015, 0.02)) if r["law"] == "dca" else r for r in FOUR]
+    write_report(results(*noisy), tmp_path)
+    best = re.findall(r'<td class="best">(.*?)</td>', (tmp_path / "report.html").read_text(encoding="utf-8"))
+    assert set(best) >= {"33.70", "34.00"}
+    assert "36.50" not in best  # yarn
+    assert "4 laws are within the noise of each other: dca 33.70 and 3d-rpe 34.00; then" in findings(results(*noisy))[0]
+    two = [
+        reading(row(law, 4096), ppl, noise=noise)
+        for law, ppl, noise in (("rope", 20.0, (0.0,) * 4), ("yarn", 20.1, (0.1, -0.1, 0.1, -0.1)))
+    ]
+    assert findings(results(*two))[0].endswith(
+        "no law reads better than another, within the noise: rope 20.00, yarn 20.10."
+    )
+
+
+def test_a_single_window_tells_no_law_from_another(tmp_path):
+    """As in the demo: 10.03 and 10.04 on one window are not a result."""
+    once = [r | {"windows": r["windows"][:1], "copies": r["copies"][:1]} for r in FOUR]
+    assert findings(results(*once))[0].endswith(
+        "the perplexities are: 3d-rpe 34.00, dca 34.50, yarn 35.50, rope 90.00 (one window: small differences may be "
+        "noise)."
+    )
+    page_of(results(*once), tmp_path)
+    assert 'class="best">' not in re.sub(r"<b .*?</b>", "", (tmp_path / "report.html").read_text())
+
+
+def test_differences_are_on_the_page_with_their_intervals(tmp_path):
+    write_report(results(*FOUR), tmp_path, "3d-rpe")
+    page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
+    assert "Differences from 3d-rpe" in page.text
+    percent = f"{100 * math.log(34.5 / 34.0):+.2f}"
+    assert f"{percent} ✗({percent} .. {percent})" in page.cells
+    assert "Differences from rope" in page_of(results(*FOUR), tmp_path / "stock").text
+    assert "Differences" not in page_of(results(FOUR[0]), tmp_path / "alone").text
+
+
+def test_long_labels_get_short_names_that_the_page_explains(tmp_path):
+    """A law with five parameters took two thirds of a plot."""
+    long = "3d-rpe:chunk=512,window=1536,reach=3072,focus=2,fade=.125"
+    rows = [FOUR[0], FOUR[3], row("3d-rpe", 4096) | {"law": long, "name": "3d-rpe"}]
+    page = page_of(results(*rows), tmp_path)
+    assert f"3d-rpe 1 is {long}." in page.text
+    assert not any(long in cell for cell in page.cells if "rpe3d" not in cell)
+    with (tmp_path / "table.csv").open(encoding="utf-8", newline="") as file:
+        assert [r["law"] for r in csv.DictReader(file)] == ["rope", "3d-rpe", long]
+    taken = short_names(["a" * 30, "b" * 30, "a" * 15 + " 1", "x"])
+    assert list(taken.values()) == ["a" * 15 + " 2", "b" * 15 + " 1", "a" * 15 + " 1", "x"]
 
 
 def test_the_csv_holds_every_row_unrounded(tmp_path):
@@ -200,10 +264,8 @@ def test_of_a_single_passkey_both_answers_are_said():
 
 def test_findings_follow_the_numbers_wherever_they_point():
     """No law is favoured: the same rows with the numbers of two laws exchanged give the other winner."""
-    swapped = [r | {"ppl": {"3d-rpe": 34.5, "dca": 34.0}.get(r["law"], r["ppl"])} for r in FOUR]
+    swapped = [reading(r, {"3d-rpe": 34.5, "dca": 34.0}.get(r["law"], r["ppl"])) for r in FOUR]
     assert "dca has the lowest perplexity" in findings(results(*swapped))[0]
-    alike = [r | {"ppl": {"3d-rpe": 34.001, "dca": 34.0}.get(r["law"], r["ppl"])} for r in FOUR]
-    assert "dca and 3d-rpe have the lowest perplexity of 4 laws, 34.00; then yarn 35.50" in findings(results(*alike))[0]
     whole = [row("rope", 4096, 20.0), row("3d-rpe", 4096, 21.0)]
     headline, breaks = findings(results(*whole))[:2]
     assert "rope has the lowest perplexity of 2 laws" in headline
@@ -213,6 +275,16 @@ def test_findings_follow_the_numbers_wherever_they_point():
     assert "within the pretrained length" in alone[1]
     short = findings(results(row("rope", 512), row("yarn", 512)))
     assert not any("break" in sentence for sentence in short)
+
+
+def test_a_model_of_fewer_positions_than_a_bucket_has_findings(tmp_path):
+    """64 positions hold no bucket of 128: stock RoPE, where it reads best, has no beginning to break from."""
+    found = results(row("rope", 256, 20.0), row("3d-rpe", 256, 21.0))
+    found["model"]["pretrained"] = 64
+    said = findings(found)
+    assert "rope has the lowest perplexity of 2 laws" in said[0]
+    assert not any("break" in sentence for sentence in said)
+    assert any(path.name == "report.html" for path in write_report(found, tmp_path / "out"))
 
 
 def test_what_was_not_measured_is_said(tmp_path):

@@ -11,6 +11,7 @@ from rpe3d.geometry import LawSpec
 
 def test_laws_may_be_names_or_entries_with_parameters():
     tuned = LawSpec(label="tuned", name="3d-rpe", parameters={"reach": 128})
+    assert Settings(laws=["rope", "tuned=3d-rpe:reach=128"], lengths=[256]).entries[1] == tuned
     settings = Settings(laws=["rope", tuned], lengths=[512, 256, 512])
     assert settings.entries == (LawSpec(label="rope", name="rope", parameters={}), tuned)
     assert settings.lengths == (512, 256)

@@ -77,3 +77,9 @@ def test_a_text_is_tokenized_without_special_tokens_and_opens_as_the_tokenizer_d
     tokenizer = tiny_lm.tokenizer(bos)
     assert tokenizer.decode(tokenize(tokenizer, Text(name="a", content="some text")).ids) == "some text"
     assert opening(tokenizer) == ((0,) if bos else ())
+
+
+def test_files_are_named_by_text_or_path(tmp_path):
+    """`read_texts` is called from Python as well, for `tune`."""
+    (tmp_path / "a.txt").write_text("one")
+    assert read_texts([str(tmp_path / "a.txt")]) == read_texts([tmp_path / "a.txt"])

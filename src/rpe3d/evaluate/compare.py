@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,11 @@ from rpe3d.evaluate.ranks import ranks
 from rpe3d.evaluate.row import measure_row
 from rpe3d.evaluate.settings import Settings
 from rpe3d.evaluate.store import SCHEMA, Key, Row, Store
-from rpe3d.evaluate.tasks.probes import Bench
+from rpe3d.evaluate.tasks.probes import Bench, Found
 from rpe3d.evaluate.texts import Text, check_tokens, default_texts, tokenize
 from rpe3d.evaluate.under import about, laws_at, raise_if_all_refuse
 from rpe3d.models import as_stock, facts
+from rpe3d.models.own_context import as_the_checkpoint_has_it
 from rpe3d.text import opening
 
 
@@ -42,19 +43,21 @@ def compare(
     name: str | None = None,
     command: str | None = None,
     progress: Progress = silent,
+    probe: Callable[[Bench, int], Found] | None = None,
 ) -> dict[str, Any]:
     """Compare laws on `texts` (default: Python's language reference) and return the results; leaves the model stock.
 
     With `file` they are written there after each row, and finished rows that are there already are kept. `keys` is a
     file of LongPPL's key tokens, which is read if it exists and written otherwise. `name` and `command` are what the
-    results say of the model's and their own origin.
+    results say of the model's and their own origin. `probe` measures a row in a way of its own; results say its name.
     """
     texts = list(texts) or default_texts()
     tokens = [tokenize(tokenizer, text) for text in texts]
     check_tokens(tokens, settings.lengths)
     known = facts(as_stock(model))
-    laws = laws_at(settings.entries, settings.lengths, known)
-    for entry in settings.entries:  # a law that refuses all lengths has wrong parameters
+    asked = [as_the_checkpoint_has_it(model, entry) for entry in settings.entries]
+    laws = laws_at(asked, settings.lengths, known)
+    for entry in asked:  # a law that refuses all lengths has wrong parameters
         raise_if_all_refuse(laws[entry.label, length] for length in settings.lengths)
     content: dict[str, Any] = {
         "schema": SCHEMA,
@@ -70,6 +73,8 @@ def compare(
         ],
         "rows": [],
     }
+    if probe is not None:
+        content["probe"] = f"{probe.__module__}.{probe.__qualname__}"
     bench = Bench(
         model=model,
         tokenizer=tokenizer,
@@ -80,12 +85,14 @@ def compare(
         ranks=ranks(),
         progress=progress,
     )
-    entries = {entry.label: entry for entry in settings.entries}
+    entries = {entry.label: entry for entry in asked}
     origin = made_from(content)
     found = None
     if "longppl" in settings.measures:
         found = KeyTokens(bench=bench, laws=laws, pretrained=known["pretrained"], results=content, file=keys)
         content["keys"] = found.read()
+
+    own = () if probe is None else (probe,)
 
     def measure(waiting: Sequence[Key]) -> Iterator[tuple[Key, Row]]:
         if found is not None:
@@ -94,7 +101,7 @@ def compare(
         if found is not None:
             found.find(store.write)
         for label, length in waiting:
-            yield (label, length), measure_row(bench, entries[label], length, laws[label, length])
+            yield (label, length), measure_row(bench, entries[label], length, laws[label, length], *own)
 
     store = Store(
         file=file if bench.ranks.first else None,

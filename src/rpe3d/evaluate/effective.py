@@ -66,7 +66,7 @@ def longest(texts: Sequence[Tokens]) -> int:
 
 
 def make_nested(texts: Sequence[Tokens], length: int, seed: int, first: tuple[int, ...] = ()) -> Nested:
-    """All texts are one ring; the text around starts anywhere on it, and the passages are spread over the rest."""
+    """Make a window and its passages. All texts are one ring: the window starts anywhere, passages fill the rest."""
     ring = torch.cat([text.ids for text in texts])
     size = passage_of(length)
     body = length - len(first)

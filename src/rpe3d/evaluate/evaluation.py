@@ -2,11 +2,12 @@
 
 Results, schema 1: {"schema": 1, "kind": "eval", "command", "model": as in under.py with "fingerprint": {"weights",
 "config", "tokenizer", "generation"}: digests as in origin.py, "versions", "settings": what every row was made with,
-"data": {"suite:task": [{"name", "sha256", "n"}]}, "laws": {"label at length": the law, null for the model as it is},
-"rows": [{"law", "name", "parameters", "length", "context", "suite", "task", "metric", "score", "n", "empty", "status":
-"ok" | "out of memory" | "skipped: why", "seconds", "samples_per_minute", "batch", "predictions": a path beside the
-file, "made_from": a digest of all that decides the row, which each line of its predictions carries as well, "commit":
-of the checkout that finished it, or null}]}.
+"data": {"suite:task", or "suite:task at length" for questions of one length: [{"name", "sha256", "n"}]}, "laws":
+{"label at length": the law, null for the model as it is}, "rows": [{"law", "name", "parameters", "length", "context",
+"suite", "task", "metric", "score", "n", "empty", "status": "ok" | "out of memory" | "skipped: why", "seconds",
+"samples_per_minute", "batch", "predictions": a path beside the file, "made_from": a digest of all that decides the row,
+which each line of its predictions carries as well, "commit": of the checkout that finished it, or null, "parts": for
+suites that have them the scores of some samples with their number, as {"difficulty": {"easy": [25.0, 4]}}}]}.
 Scores are percents, for `ppl` and `longppl` perplexities, for `copy` losses. Seconds are of the run that finished the
 row, with the making of its prompts under the first law, which the others share; samples per minute are of generation
 alone. The batch is that of the run that finished the row: it changes rounding only, so a run may be resumed with
@@ -134,7 +135,8 @@ def origin(content: Mapping[str, Any], key: Key) -> str:
     """Return the digest of what a row of these results is made from."""
     law, length, *task = key
     shared = {part: content[part] for part in ("model", "versions", "settings")}
-    data = content["data"].get(title((task[0], task[1])))
+    name = title((task[0], task[1]))
+    data = content["data"].get(f"{name} at {length}", content["data"].get(name))
     return made_from({**shared, "data": data, "law": content["laws"].get(f"{law} at {length}"), "row": list(key)})
 
 
@@ -173,18 +175,21 @@ def _engine(generate: Generator | None) -> str:
 
 
 def origins(data: Mapping[Task, Data], texts: Mapping[Task, Sequence[Text]]) -> dict[str, list[dict[str, Any]]]:
-    """Return the name, digest and size of each task's questions and texts."""
-    read = {title(task): [{"name": d.name, "sha256": d.sha256, "n": len(d.records)}] for task, d in data.items()}
-    return read | {
-        title(task): [{"name": text.name, "sha256": text.sha256, "n": len(text.content)} for text in some]
-        for task, some in texts.items()
-    }
+    """Return the name, digest and size of each task's questions and texts; of questions for one length, apart."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for task, d in data.items():
+        parts = {f"{title(task)} at {length}": one for length, one in d.at.items()} or {title(task): d}
+        found |= {name: [{"name": p.name, "sha256": p.sha256, "n": len(p.records)}] for name, p in parts.items()}
+    for task, some in texts.items():
+        read = [{"name": text.name, "sha256": text.sha256, "n": len(text.content)} for text in some]
+        found[title(task)] = found.get(title(task), []) + read
+    return found
 
 
 def _row(
     means: Means, place: Cell, law: Law | ConfigError | None, task: Task, kept: Predictions | None, advance: Advance
 ) -> Row:
-    """One task under one law. A refusal, or running out of memory, is the row's result, not the end."""
+    """Measure one task under one law. A refusal, or running out of memory, is the row's result, not the end."""
     label, length = place
     row: Row = {"law": label, "name": None, "parameters": {}, "length": length, "context": None}
     row |= {"suite": task[0], "task": task[1], "metric": None, "score": None, "n": 0, "empty": 0, "status": "ok"}
@@ -200,13 +205,15 @@ def _row(
     if isinstance(score, str):
         return row | {"status": score}
     row |= {name: getattr(score, name) for name in ("metric", "score", "n", "empty")}
+    if score.parts:
+        row["parts"] = {kind: {name: list(part) for name, part in some.items()} for kind, some in score.parts.items()}
     return row | {"samples_per_minute": score.pace}
 
 
 def _measured(
     means: Means, law: Law | None, length: int, task: Task, kept: Predictions | None, advance: Advance
 ) -> Score | str:
-    """The score, or the status of a row that has none."""
+    """Return the score, or the status of a row that has none."""
 
     def score() -> Score:
         with under(means.model, law):

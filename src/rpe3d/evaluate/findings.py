@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rpe3d.drawing.axes import short
+from rpe3d.evaluate.paired import not_beaten
 from rpe3d.evaluate.plots import smoothed
 from rpe3d.geometry.laws.rope import Rope
 
@@ -27,7 +28,7 @@ def findings(results: Results) -> list[str]:
     where = f"At {short(longest)} tokens"
     if times > 1:
         where += f", {times:.3g} times its pretrained {short(pretrained)}"
-    said = [_reading(where, at), _breaking(at, pretrained), _retrieving(longest, at), _copying(longest, at)]
+    said = [_reading(where, at), _breaking(at, pretrained), _retrieving(longest, at, results), _copying(longest, at)]
     said += [_key_tokens(longest, at, results)]
     return [sentence for sentence in said if sentence] + _unmeasured(rows)
 
@@ -38,22 +39,37 @@ def number(value: float) -> str:
 
 
 def _reading(where: str, rows: list[Row]) -> str:
-    """Which law reads best, those that come next and stock; what reads alike in print is called alike."""
+    """Say which laws read best, which come next, and stock RoPE's place; crown no law within the noise."""
     known = sorted((row for row in rows if row["ppl"] is not None), key=lambda row: row["ppl"])
     if not known:
         return f"{where}, perplexity was not measured."
-    lowest = number(known[0]["ppl"])
-    best = [row["law"] for row in known if number(row["ppl"]) == lowest]
+    if len(known) == 1:
+        return f"{where}, {known[0]['law']} has perplexity {number(known[0]['ppl'])}."
+    every = _grouped((row["law"], number(row["ppl"])) for row in known)
+    best = not_beaten(known, "nll", lambda row: float(row["ppl"]))
+    if best is None:
+        count = min(len(row["windows"]) for row in known)
+        few = "one window" if count == 1 else "two windows" if count == 2 else "overlapping windows"
+        return f"{where}, the perplexities are: {every} ({few}: small differences may be noise)."
     if len(best) == len(known):
-        return f"{where}, {_listed(best)} {'has' if len(best) == 1 else 'have'} perplexity {lowest}."
-    said = f"{where}, {_listed(best)} {'has' if len(best) == 1 else 'have'} the lowest perplexity of {len(known)} laws"
-    others = [known[len(best)], *(row for row in known[len(best) + 1 :] if row["law"] == STOCK)]
+        return f"{where}, no law reads better than another, within the noise: {every}."
+    leading = [row for row in known if row["law"] in best]
+    rest = [row for row in known if row["law"] not in best]
+    others = [rest[0], *(row for row in rest[1:] if row["law"] == STOCK)]
     then = " and ".join(f"{'stock RoPE' if row['law'] == STOCK else row['law']} {number(row['ppl'])}" for row in others)
-    return f"{said}, {lowest}; then {then}."
+    if len(best) == 1:
+        first = f"{best[0]} has the lowest perplexity of {len(known)} laws, {number(leading[0]['ppl'])}"
+    else:
+        listed = _listed([f"{row['law']} {number(row['ppl'])}" for row in leading])
+        first = f"the lowest perplexities of {len(known)} laws are within the noise of each other: {listed}"
+    return f"{where}, {first}; then {then}."
 
 
 def _breaking(rows: list[Row], pretrained: int) -> str:
-    """Where stock RoPE passes twice the perplexity of the best law for good; alone, twice that of its own beginning."""
+    """Say where stock RoPE passes twice the perplexity of the best law for good; if it is best, of its own beginning.
+
+    Say nothing where it is best and no bucket of positions lies within the pretrained length: it has no beginning.
+    """
     known = sorted((row for row in rows if row["positions"]), key=lambda row: row["ppl"])
     stock = next((row for row in known if row["law"] == STOCK), None)
     if stock is None or stock["positions"][-1]["to"] <= pretrained:
@@ -63,6 +79,8 @@ def _breaking(rows: list[Row], pretrained: int) -> str:
         level, whose = smoothed(known[0]["positions"]), f"that of {known[0]['law']}"
     else:
         early = [nll for bucket, nll in zip(buckets, curve, strict=True) if bucket["to"] <= pretrained]
+        if not early:
+            return ""
         level, whose = [sum(early) / len(early)] * len(curve), "what it is within the pretrained length"
     doubled = [nll > other + math.log(2) for nll, other in zip(curve, level, strict=True)]
     if not doubled[-1]:
@@ -75,7 +93,8 @@ def _breaking(rows: list[Row], pretrained: int) -> str:
     )
 
 
-def _retrieving(length: int, rows: list[Row]) -> str:
+def _retrieving(length: int, rows: list[Row], results: Results) -> str:
+    """Say how many passkeys each law found; a probe of its own may hide other notes."""
     known = [row for row in rows if row["passkey_n"]]
     known.sort(key=lambda row: -row["passkey"] / row["passkey_n"])
     if not known:
@@ -83,11 +102,11 @@ def _retrieving(length: int, rows: list[Row]) -> str:
     if all(len(row["passkeys"]) == 1 for row in known):
         return _answering(length, known)
     said = _grouped((row["law"], f"{row['passkey']} of {row['passkey_n']}") for row in known)
-    return f"Passkeys found at {short(length)}: {said}."
+    return f"{'Notes' if 'probe' in results else 'Passkeys'} found at {short(length)}: {said}."
 
 
 def _answering(length: int, rows: list[Row]) -> str:
-    """One passkey for each law: what they answer says more than a count."""
+    """Say what each law answered to one passkey, which says more than a count."""
     trial = rows[0]["passkeys"][0]
     said = _grouped((row["law"], f"answers {row['passkeys'][0]['answer'].strip()!r}") for row in rows)
     return f"Asked for the passkey {trial['key']}, about {(1 - trial['depth']) * length:,.0f} tokens back: {said}."
@@ -100,7 +119,7 @@ def _copying(length: int, rows: list[Row]) -> str:
 
 
 def _key_tokens(length: int, rows: list[Row], results: Results) -> str:
-    """What LongPPL is, and whose key tokens it is of: they decide which law looks good."""
+    """Say what LongPPL is, and who found its key tokens: they decide which law looks good."""
     known = sorted((row for row in rows if row.get("longppl") is not None), key=lambda row: row["longppl"])
     counts = [row["key_tokens"] for row in rows if row.get("key_tokens") is not None]
     if not counts:
@@ -120,7 +139,7 @@ def evaluator(keys: Mapping[str, Any]) -> str:
 
 
 def _grouped(pairs: Iterable[tuple[str, str]]) -> str:
-    """`a and b 9 of 10, c 8 of 10`: neighbours share a value. Of more than five values, the first three and stock's."""
+    """Join `a and b 9 of 10, c 8 of 10`: neighbours share a value. Of more than five, keep three and stock's."""
     groups: list[tuple[list[str], str]] = []
     for name, value in pairs:
         if groups and groups[-1][1] == value:

@@ -28,6 +28,11 @@ def token_nll(model: Any, tokens: Tensor, last: int | None = None) -> Tensor:
     return _in_pieces(model, _hidden(model, tokens), tokens, last, piece)
 
 
+def nll_of(model: Any, seen: Any, tokens: Tensor) -> Tensor:
+    """Return the negative log-likelihood of all tokens but the first, float32 [b, n - 1], from the decoder's output."""
+    return _in_pieces(model, seen, tokens, tokens.shape[1] - 1, max(1, PIECE // (len(tokens) * _vocabulary(model))))
+
+
 def _vocabulary(model: Any) -> int:
     return int(model.config.get_text_config().vocab_size)
 
@@ -38,7 +43,7 @@ def _nll(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _in_pieces(model: Any, seen: Any, tokens: Tensor, last: int, piece: int) -> Tensor:
-    """The head on `piece` tokens of each row at a time, with the decoder's output standing in for the decoder."""
+    """Run the head on `piece` tokens of each row at a time; the decoder's output stands in for the decoder."""
     end = tokens.shape[1]
     parts = []
     for start in range(end - last, end, piece):
@@ -52,7 +57,7 @@ def _in_pieces(model: Any, seen: Any, tokens: Tensor, last: int, piece: int) -> 
 
 
 def _hidden(model: Any, tokens: Tensor) -> Any:
-    """The decoder's output inside the model's own forward, so that nothing before or around it is left out."""
+    """Return the decoder's output inside the model's own forward, so that nothing before or around it is left out."""
     seen: list[Any] = []
     hook = model.get_decoder().register_forward_hook(lambda *call: seen.append(call[-1]))
     try:
@@ -64,7 +69,7 @@ def _hidden(model: Any, tokens: Tensor) -> Any:
 
 @contextmanager
 def _replaced(module: Any, forward: Any) -> Iterator[None]:
-    """`forward` on this instance, for a while. What stood there before (a device map's hook) comes back."""
+    """Put `forward` on this instance for a while; put back what stood there before (a device map's hook)."""
     before = module.__dict__.get("forward")
     module.forward = forward
     try:
@@ -78,7 +83,7 @@ def _replaced(module: Any, forward: Any) -> Iterator[None]:
 
 @torch.no_grad()
 def head_in_pieces(model: Any) -> bool:
-    """Whether the head in pieces gives what the model itself gives, tried once per model on a few tokens."""
+    """Say whether the head in pieces gives what the model itself gives, tried once per model on a few tokens."""
     if _CHECKED not in model.__dict__:
         tokens = torch.arange(24, device=model.device)[None] % _vocabulary(model)
         whole = _nll(model(tokens, use_cache=False).logits[:, :-1], tokens[:, 1:])

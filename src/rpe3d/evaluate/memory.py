@@ -15,7 +15,7 @@ WORDS = ("out of memory", "status_alloc_failed", "can't allocate memory", "mha_g
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Whether `error` says that memory ran out. Only torch's allocator on the GPU has a type for it."""
+    """Say whether `error` means that memory ran out. Only torch's allocator on the GPU has a type for it."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in WORDS)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from statistics import NormalDist, stdev
-from typing import Any
+from typing import Any, NamedTuple
 
 from rpe3d.config import choice
 
@@ -50,6 +50,30 @@ MEASURES: dict[str, tuple[str, Callable[[Mapping[str, Any]], float]]] = {
 """What is compared: where a row has its items, and the number of each."""
 
 
+class Shown(NamedTuple):
+    """How a measure's differences are written: its heading, what they are multiplied by, and the better sign."""
+
+    heading: str
+    scale: float
+    better: int
+
+
+SHOWN = {
+    "nll": Shown("ppl %", 100.0, -1),
+    "tail_nll": Shown("tail ppl %", 100.0, -1),
+    "copy_nll": Shown("copy nll", 1.0, -1),
+    "passkey": Shown("passkey", 1.0, 1),
+    "long_nll": Shown("longppl %", 100.0, -1),
+}
+"""Perplexities in percent, copying in nats, passkeys as a share."""
+
+
+def signed(difference: Difference, how: Shown) -> list[str]:
+    """Write a difference and its interval, if it has one: ["+0.53", "(+0.11 .. +0.95)"]."""
+    bounds = [f"{how.scale * bound:+.2f}" for bound in (difference.low, difference.high) if bound is not None]
+    return [f"{how.scale * difference.mean:+.2f}", f"({' .. '.join(bounds)})" if bounds else ""]
+
+
 def paired(results: Mapping[str, Any], against: str) -> list[dict[str, Any]]:
     """Return {"law", "length", measure: Difference} for every other law at every length: law less `against`.
 
@@ -66,6 +90,18 @@ def paired(results: Mapping[str, Any], against: str) -> list[dict[str, Any]]:
             known = {name: value for name, value in differences.items() if value is not None}
             found.append({"law": row["law"], "length": row["length"], **known})
     return found
+
+
+def not_beaten(rows: Sequence[Row], measure: str, rank: Callable[[Row], float]) -> list[str] | None:
+    """Return the best law by `rank` (least first) and those that cannot be told from it; None without intervals."""
+    best, *others = sorted(rows, key=rank)
+    laws = [best["law"]]
+    for row in others:
+        difference = _difference(row, best, *MEASURES[measure])
+        if difference is None or difference.low is None:
+            return None
+        laws += [] if difference.clear else [row["law"]]
+    return laws
 
 
 def _difference(row: Row, other: Row, kind: str, number: Callable[[Any], float]) -> Difference | None:
@@ -100,7 +136,7 @@ def _key_difference(row: Row, other: Row) -> Difference | None:
 
 
 def _overlap(row: Row, kind: str = "windows") -> bool:
-    """Whether two windows of the row share text. One token may be BOS, which is not of the text."""
+    """Say whether two windows of the row share text. One token may be BOS, which is not of the text."""
     places = sorted((window["text"], window["start"]) for window in row[kind])
     return any(a[0] == b[0] and b[1] - a[1] < row["length"] - 1 for a, b in pairwise(places))
 

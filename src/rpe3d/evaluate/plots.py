@@ -19,7 +19,7 @@ import torch
 from rpe3d.config import ConfigError
 from rpe3d.drawing.axes import RC, TEXT, Paint, boldest_last, labels, line, plain, short, tokens
 from rpe3d.drawing.palette import BAND, HIT, INK, MISS, ON_HIT, ON_MISS, SOFT, Colour, Style, variable
-from rpe3d.geometry import Law, make_law, styles
+from rpe3d.geometry import Law, saved_law, styles
 
 Results = Mapping[str, Any]
 Row = Mapping[str, Any]
@@ -145,10 +145,10 @@ def profile_plot(results: Results) -> Plot:
 
 
 def _law(row: Row, model: Row, context: int) -> Law | None:
-    """The law of a row, or None where its parameters make none (a row may be there only to say so)."""
+    """Make the law of a row; None where its parameters make none (a row may exist only to say so)."""
     about = {name: model[name] for name in ("pretrained", "head_dim", "rope_theta")}
     try:
-        return make_law(row.get("name", row["law"]), context=context, **about, **row["parameters"])
+        return saved_law({"name": row.get("name", row["law"]), "context": context, **about, **row["parameters"]})
     except ConfigError:
         return None
 
@@ -188,15 +188,15 @@ def passkey_plot(results: Results) -> Plot:
     depths = sorted({round(trial["depth"], 3) for row in rows for trial in row["passkeys"]})
     panels = []
     for law in settings["laws"]:
-        cells: dict[tuple[int, float], list[bool]] = {}
+        trials_at: dict[tuple[int, float], list[bool]] = {}
         for row in rows:
             for trial in row["passkeys"] if row["law"] == law else []:
-                cells.setdefault((row["length"], round(trial["depth"], 3)), []).append(trial["correct"])
-        if not cells:
+                trials_at.setdefault((row["length"], round(trial["depth"], 3)), []).append(trial["correct"])
+        if not trials_at:
             continue
         counts = []
         for length in lengths:
-            trials = [ok for (at, _), found in cells.items() if at == length for ok in found]
+            trials = [ok for (at, _), found in trials_at.items() if at == length for ok in found]
             counts.append(
                 f"{sum(trials)} of {len(trials)} at {length} tokens" if trials else f"none at {length} tokens"
             )
@@ -205,7 +205,7 @@ def passkey_plot(results: Results) -> Plot:
                 title=law,
                 alt=f"Heat map of passkeys found by {law}, depth against length: {', '.join(counts)}.",
                 size=(64 + 26 * len(lengths), 44 + 17 * len(depths)),
-                draw=_drawing_passkeys(cells, lengths, depths),
+                draw=drawing_cells({place: _passkeys(found) for place, found in trials_at.items()}, lengths, depths),
             )
         )
     caption = (
@@ -215,21 +215,27 @@ def passkey_plot(results: Results) -> Plot:
     return Plot(name="passkey", caption=caption, panels=panels)
 
 
-def _drawing_passkeys(
-    cells: Mapping[tuple[int, float], list[bool]], lengths: list[int], depths: list[float]
+def _passkeys(found: list[bool]) -> tuple[float, str]:
+    """Return the share of passkeys found in a cell, and its mark."""
+    share = sum(found) / len(found)
+    return share, ("✓" if share else "×") if len(found) == 1 else f"{sum(found)}/{len(found)}"
+
+
+def drawing_cells(
+    cells: Mapping[tuple[int, float], tuple[float, str]], lengths: list[int], depths: list[float]
 ) -> Callable[[Any, Paint], None]:
+    """Return how to draw a heat map: in each cell, by length and depth, a share from 0 to 1 as a colour, and a mark."""
+
     def draw(axes: Any, paint: Paint) -> None:
         for x, length in enumerate(lengths):
             for y, depth in enumerate(depths):
-                found = cells.get((length, depth), [])
-                if not found:
+                if (length, depth) not in cells:
                     continue
-                share = sum(found) / len(found)
+                share, mark = cells[length, depth]
                 place = {"height": 0.94, "width": 0.94, "bottom": y - 0.47, "linewidth": 0}
                 axes.bar(x, color=paint(MISS), **place)
                 axes.bar(x, color=paint(HIT), alpha=share, **place)
-                mark = ("✓" if share else "×") if len(found) == 1 else f"{sum(found)}/{len(found)}"
-                ink = paint(ON_HIT if share > 0.5 else ON_MISS)
+                ink = paint(ON_HIT if share > 0.75 else INK if share else ON_MISS)
                 axes.text(x, y, mark, ha="center", va="center", color=ink, size=TEXT - 1)
         axes.set_xlim(-0.5, len(lengths) - 0.5)
         axes.set_ylim(len(depths) - 0.5, -0.5)

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """This process and how many there are; one alone unless `accelerate launch` started more."""
+    """The number of this process and of all processes: one alone unless `accelerate launch` started more."""
 
     index: int = 0
     count: int = 1

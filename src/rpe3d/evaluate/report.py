@@ -5,12 +5,15 @@ Everything comes from the results file, so that a report can be made again witho
 
 from __future__ import annotations
 
+import math
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 from markupsafe import Markup
 
@@ -18,9 +21,13 @@ from rpe3d.config import ConfigError
 from rpe3d.drawing.axes import short
 from rpe3d.drawing.palette import COLOURS, Style, variable
 from rpe3d.drawing.web import page
-from rpe3d.evaluate.findings import findings, number
+from rpe3d.evaluate.findings import STOCK, findings, number
+from rpe3d.evaluate.heat import heat_maps
+from rpe3d.evaluate.names import with_short_names
+from rpe3d.evaluate.paired import SHOWN, Difference, Shown, not_beaten, paired, signed
 from rpe3d.evaluate.plots import Plot, plots, png, svg
-from rpe3d.evaluate.tables import rows_csv, tables
+from rpe3d.evaluate.scores import TITLES, margin, scores
+from rpe3d.evaluate.tables import parts_csv, rows_csv, tables
 from rpe3d.files import refusing, write_all
 from rpe3d.geometry import styles
 
@@ -29,28 +36,38 @@ Row = Mapping[str, Any]
 
 
 class Column(NamedTuple):
-    """A measure in the table: its heading, what it means, the value that ranks laws (less is better), and its text."""
+    """A measure in the table: its heading, its meaning, the value that ranks laws (less is better), and its text.
+
+    `paired` is the measure whose differences tell laws apart; without it no law is marked as the best.
+    """
 
     heading: str
     meaning: str
     rank: Callable[[Row], float | None]
     text: Callable[[Row], str]
+    paired: str | None = None
 
 
-def _column(name: str, heading: str, meaning: str, text: Callable[[float], str], sign: int = 1) -> Column:
+def _column(name: str, heading: str, meaning: str, text: Callable[[float], str], paired: str | None = None) -> Column:
     def rank(row: Row) -> float | None:
-        return None if row.get(name) is None else sign * float(row[name])
+        return None if row.get(name) is None else float(row[name])
 
-    return Column(heading, meaning, rank, lambda row: text(row[name]))
+    return Column(heading, meaning, rank, lambda row: text(row[name]), paired)
 
 
 TABLE = (
-    _column("ppl", "ppl", "perplexity of all tokens", number),
+    _column("ppl", "ppl", "perplexity of all tokens", number, "nll"),
     _column(
-        "tail_ppl", "tail ppl", "perplexity of the last tokens of each window (4096, or half a shorter one)", number
+        "tail_ppl",
+        "tail ppl",
+        "perplexity of the last tokens of each window (4096, or half a shorter one)",
+        number,
+        "tail_nll",
     ),
-    _column("copy_nll", "copy", "NLL per token of a passage repeated at the end of the window", "{:.2f}".format),
-    _column("longppl", "longppl", "perplexity of the key tokens, which need the far context", number),
+    _column(
+        "copy_nll", "copy", "NLL per token of a passage repeated at the end of the window", "{:.2f}".format, "copy_nll"
+    ),
+    _column("longppl", "longppl", "perplexity of the key tokens, which need the far context", number, "long_nll"),
     Column(
         "key tokens",
         "how many longppl is of; below 30 it has no number",
@@ -62,23 +79,29 @@ TABLE = (
         "passkeys answered in full, of those hidden",
         lambda row: -row["passkey"] / row["passkey_n"] if row["passkey_n"] else None,
         lambda row: f"{row['passkey']}/{row['passkey_n']}",
+        "passkey",
     ),
-    _column("tokens_per_second", "tokens/s", "speed of the perplexity windows", "{:,.0f}".format, sign=-1),
+    _column("tokens_per_second", "tokens/s", "speed of the perplexity windows", "{:,.0f}".format),
 )
 CSV = ("law", "length", "status", "ppl", "tail_ppl", "copy_nll", "passkey", "passkey_n", "tokens_per_second", "tokens",
        "seconds", "commit", "longppl", "key_tokens")  # fmt: skip
 
 
-def write_report(results: Results, folder: Path) -> list[Path]:
-    """Write `report.html`, a PNG of each plot and `table.csv` into `folder`, all or none; returns their paths."""
+def write_report(results: Results, folder: Path, against: str | None = None) -> list[Path]:
+    """Write `report.html`, a PNG of each plot and `table.csv` into `folder`, all or none; returns their paths.
+
+    Differences are shown from the law `against`; by default from stock RoPE, or from the first law.
+    """
     if results.get("schema") != 1 or results.get("kind") != "compare":
         raise ConfigError(
             "these are not results of `rpe3d compare`, schema 1", "give the JSON that `rpe3d compare --json` writes"
         )
-    drawn = plots(results)
+    told, labels = with_short_names(results)
+    drawn = plots(told)
     contents = {f"{plot.name}.png": png(plot) for plot in drawn}
     contents["table.csv"] = rows_csv(results, CSV).encode()
-    contents["report.html"] = _page(results, drawn).encode()
+    shown = next((name for name, label in labels.items() if label == against), against)
+    contents["report.html"] = _page(told, drawn, labels, shown).encode()
     return _write(contents, folder)
 
 
@@ -87,7 +110,7 @@ def _write(contents: dict[str, bytes], folder: Path) -> list[Path]:
         return write_all(contents, folder)
 
 
-def _page(results: Results, drawn: list[Plot]) -> str:
+def _page(results: Results, drawn: list[Plot], labels: Mapping[str, str], against: str | None) -> str:
     model, looks = results["model"], styles(results["settings"]["laws"])
     headline, *others = findings(results)
     size = f"{model['parameters'] / 1e6:,.0f} M parameters"
@@ -108,6 +131,8 @@ def _page(results: Results, drawn: list[Plot]) -> str:
         strokes={law: _stroke(style) for law, style in looks.items()},
         columns=columns,
         groups=list(_groups(results, columns)),
+        differences=_differences(results, against),
+        labels=labels,
         lines=[_shown(plot) for plot in drawn if plot.name != "passkey"],
         maps=[_shown(plot) for plot in drawn if plot.name == "passkey"],
         parameters=_parameters(results),
@@ -150,19 +175,45 @@ def _groups(results: Results, columns: Sequence[Column]) -> Iterator[dict[str, A
         yield {"title": f"{short(length)} tokens, {times:.3g} × the pretrained length", "rows": shown}
 
 
-def _best(rows: list[Row], column: Column) -> str | None:
-    """The text of the best value, so that what reads alike is marked alike; None where there is nothing to choose."""
-    ranked = [
-        (rank, column.text(row)) for row in rows if row["status"] == "ok" and (rank := column.rank(row)) is not None
-    ]
-    return min(ranked)[1] if len({text for _, text in ranked}) > 1 else None
+def _best(rows: list[Row], column: Column) -> list[str]:
+    """Return the best law and those within the noise of it; none where all are, or where the noise is not known."""
+    known = [row for row in rows if row["status"] == "ok" and column.rank(row) is not None]
+    if column.paired is None or len(known) < 2:
+        return []
+    best = not_beaten(known, column.paired, lambda row: column.rank(row) or 0.0)
+    return best if best is not None and len(best) < len(known) else []
 
 
-def _cell(row: Row, column: Column, best: str | None) -> dict[str, str]:
+def _cell(row: Row, column: Column, best: list[str]) -> dict[str, str]:
     if row["status"] != "ok" or column.rank(row) is None:
         return {"mark": "missing", "text": "–"}
-    text = column.text(row)
-    return {"mark": "best" if text == best else "", "text": text}
+    return {"mark": "best" if row["law"] in best else "", "text": column.text(row)}
+
+
+def _differences(results: Results, against: str | None) -> dict[str, Any] | None:
+    """Return every law less one of them, as the page shows it; None where there is nothing to compare."""
+    laws = list(dict.fromkeys(row["law"] for row in results["rows"] if row["status"] == "ok"))
+    if len(laws) < 2:
+        return None
+    base = against if against is not None and against in laws else STOCK if STOCK in laws else laws[0]
+    rows = paired(results, base)
+    measures = [name for name in SHOWN if any(name in row for row in rows)]
+    groups = []
+    for length in dict.fromkeys(row["length"] for row in rows):
+        lines = []
+        for row in (row for row in rows if row["length"] == length):
+            cells = [_difference(row[name], SHOWN[name]) if name in row else None for name in measures]
+            lines.append({"law": row["law"], "cells": cells})
+        groups.append({"title": f"{short(length)} tokens", "rows": lines})
+    headings = [SHOWN[name].heading for name in measures]
+    return {"against": base, "columns": headings, "groups": groups} if groups and measures else None
+
+
+def _difference(difference: Difference, how: Shown) -> dict[str, str]:
+    mean, interval = signed(difference, how)
+    sign = math.copysign(1, difference.mean)
+    mark = ("better" if sign == how.better else "worse") if difference.clear else ""
+    return {"mean": mean, "interval": interval, "mark": mark}
 
 
 def _shown(plot: Plot) -> dict[str, Any]:
@@ -187,30 +238,63 @@ def _value(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def write_page(results: Results, folder: Path) -> list[Path]:
-    """Write `report.html` and `rows.csv` of an evaluation into `folder`; returns their paths."""
-    return _write({"rows.csv": rows_csv(results).encode(), "report.html": _eval_page(results).encode()}, folder)
+def write_page(results: Results, folder: Path, file: Path | None = None) -> list[Path]:
+    """Write `report.html`, `rows.csv`, and heat maps and `parts.csv` where there are any; returns their paths.
+
+    `file` is where the results lie, and the predictions beside it, which the page links to.
+    """
+    maps = heat_maps(results)
+    contents = {"rows.csv": rows_csv(results).encode()}
+    if any(row.get("parts") for row in results["rows"]):
+        contents["parts.csv"] = parts_csv(results).encode()
+    contents |= {f"{plot.name}.png": png(plot) for plot in maps}
+    return _write({**contents, "report.html": _eval_page(results, folder, file, maps).encode()}, folder)
 
 
-def _eval_page(results: Results) -> str:
-    model = results["model"]
+def _eval_page(results: Results, folder: Path, file: Path | None, maps: Sequence[Plot]) -> str:
+    told, labels = with_short_names(results)
+    model = told["model"]
     size = f"{model['parameters'] / 1e6:,.0f} M parameters · {model['pretrained']} positions"
     data = {
         task: ", ".join(f"{part['name']} ({part['n']}, {part['sha256'][:12]})" for part in parts)
-        for task, parts in results["data"].items()
+        for task, parts in told["data"].items()
     }
+    headline, *others = scores(told)
+    laws = dict.fromkeys(row["law"] for row in told["rows"])
     return page(
         "rpe3d.evaluate",
         "eval",
+        _variables({}),
         title=f"{model['name']}: evaluation",
-        model=model,
-        about=f"{model['architecture']} · {size} · {model['dtype']} · {model['device']}",
-        tables=tables(results),
-        failed=[row for row in results["rows"] if row["status"] != "ok"],
-        command=results["command"],
+        about=f"{model['name']} · {model['architecture']} · {size} · {model['dtype']} · {model['device']}",
+        headline=_unbroken(headline, laws),
+        others=[_unbroken(sentence, laws) for sentence in others],
+        labels=labels,
+        tables=tables(told),
+        maps=[_shown(plot) for plot in maps],
+        rows=[_scored(row, folder, file) for row in told["rows"] if row["status"] == "ok"],
+        failed=[row for row in told["rows"] if row["status"] != "ok"],
+        command=told["command"],
         making={
-            "Settings": results["settings"],
-            "Versions": results["versions"],
+            "Settings": told["settings"],
+            "Versions": told["versions"],
             "Data (samples or characters, sha256)": data,
         },
     )
+
+
+def _scored(row: Row, folder: Path, file: Path | None) -> dict[str, Any]:
+    """Return a row of the page's last table: one score with its margin, and a link to its predictions."""
+    link = None
+    if file is not None and row.get("predictions"):
+        link = Path(os.path.relpath(file.parent / row["predictions"], folder)).as_posix()
+    wide = f" ± {margin(row['score'], row['n']):.1f}" if row["suite"] in TITLES and row["n"] else ""
+    task = ":".join(filter(None, (row["suite"], row["task"])))
+    return {
+        "law": row["law"],
+        "length": short(row["length"]),
+        "task": task,
+        "score": f"{row['score']:.2f}{wide}",
+        "n": row["n"],
+        "link": link and quote(link),
+    }

@@ -12,6 +12,7 @@ What was not asked for or not measured is null or empty. Rows of earlier version
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from rpe3d.config import ConfigError
@@ -24,8 +25,17 @@ OUT_OF_MEMORY = "out of memory"
 NOT_FINITE = "skipped: the model's likelihoods are not finite numbers"
 
 
-def measure_row(bench: Bench, entry: LawSpec, length: int, law: Law | ConfigError) -> dict[str, Any]:
-    """Measure one law at one length. Running out of memory in any process is the row's result, not the end."""
+def measure_row(
+    bench: Bench,
+    entry: LawSpec,
+    length: int,
+    law: Law | ConfigError,
+    probe: Callable[[Bench, int], Found] | None = None,
+) -> dict[str, Any]:
+    """Measure one law at one length. Running out of memory in any process is the row's result, not the end.
+
+    `probe` measures all of the bench's measures at once, in the place of their own probes.
+    """
     row: dict[str, Any] = {"law": entry.label, "name": entry.name, "length": length, "context": None, "status": "ok"}
     row |= dict.fromkeys(("ppl", "tail_ppl", "copy_nll", "passkey", "passkey_n", "tokens_per_second"))
     row |= {"longppl": None, "key_tokens": None}
@@ -38,19 +48,22 @@ def measure_row(bench: Bench, entry: LawSpec, length: int, law: Law | ConfigErro
         return row | {"status": f"skipped: {law}"}
     row |= {"context": law.context, "parameters": law.own}
     began = time.perf_counter()
-    everyone = bench.ranks.gather(within_memory(lambda: _found(bench, law, length)))
+    everyone = bench.ranks.gather(within_memory(lambda: _found(bench, law, length, probe)))
     bench.advance(end - bench.done)
     row["seconds"] = round(time.perf_counter() - began, 3)
     parts = [part for part in everyone if part is not None]
     if len(parts) < len(everyone):
         return row | {"status": OUT_OF_MEMORY}
-    return row | _summary(bench, merged(parts), length)
+    row |= _summary(bench, merged(parts), length)
+    return row if probe is None else row | {"tokens": length}
 
 
-def _found(bench: Bench, law: Law, length: int) -> Found:
+def _found(bench: Bench, law: Law, length: int, probe: Callable[[Bench, int], Found] | None) -> Found:
     """Measure this process's share of the row under the law."""
     with under(bench.model, law):
         bench.advance()
+        if probe is not None:
+            return probe(bench, length)
         found: Found = {}
         for measure in bench.measures:
             found |= PROBES[measure].measure(bench, length)

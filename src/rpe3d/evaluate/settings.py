@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from rpe3d.config import ConfigError, choice, freeze, whole
 from rpe3d.evaluate.tasks import Task
 from rpe3d.evaluate.tasks.perplexity import PROTOCOLS, WINDOWS
-from rpe3d.geometry import LawSpec
+from rpe3d.geometry import LawSpec, parse_law
 
 MEASURES = ("ppl", "copy", "passkey", "longppl")
 DEFAULT = MEASURES[:3]
@@ -35,10 +35,12 @@ class Asked:
     """Fields of which at least one must be given."""
 
     def __post_init__(self) -> None:
-        entries = [LawSpec(label=law, name=law, parameters={}) if isinstance(law, str) else law for law in self.laws]
+        entries = [parse_law(law) if isinstance(law, str) else law for law in self.laws]
         for i, entry in enumerate(entries):
             if entry.label in [other.label for other in entries[:i]]:
-                raise ConfigError(f"law {entry.label!r} is given twice", "give it once, or rename the law file")
+                raise ConfigError(
+                    f"law {entry.label!r} is given twice", "give it once, or give one of the two a name: NAME=law"
+                )
         freeze(
             self,
             laws=tuple(entries),
@@ -103,7 +105,7 @@ class Ask(Asked):
 
     tasks: Sequence[Task]
     limit: int | None = None
-    """Samples of each task; None: all of them, and RULER's 500."""
+    """Samples of each task; None: all of them, and of a task that makes its own as many as upstream."""
     authors: bool = False
     """Chat words for LongBench's code tasks as well, as in the 3D-RPE authors' script."""
 

@@ -22,6 +22,16 @@ Reading = tuple[float, float]
 """Tokens per second, and MiB at the peak (0 where there is no GPU)."""
 
 
+def check_labels(laws: Sequence[LawSpec]) -> list[str]:
+    """Return what rows are called, the stock model first; refuse two laws of one name."""
+    names = [STOCK, *(entry.label for entry in laws)]
+    for i, name in enumerate(names):
+        if name in names[:i]:
+            hint = "give it once, or give one of the two a name: NAME=law"
+            raise ConfigError(f"law {name!r} is given twice", hint)
+    return names
+
+
 @torch.no_grad()
 def measure_speed(
     model: Any, laws: Sequence[LawSpec], *, length: int, new: int, repeat: int, context: int, progress: Progress
@@ -34,9 +44,7 @@ def measure_speed(
     draw = torch.Generator().manual_seed(0)
     vocabulary = int(model.config.get_text_config().vocab_size)
     prompt = torch.randint(0, vocabulary, (1, length), generator=draw).to(model.device)
-    names = [STOCK, *(entry.label for entry in laws)]
-    if len(set(names)) < len(names):
-        raise ConfigError(f"{', '.join(names[1:])} are not all different", "give every law once")
+    names = check_labels(laws)
     readings: dict[tuple[str, str], list[Reading]] = {(what, name): [] for what in MEASURED for name in names}
     total = (repeat + 1) * len(names)
     for turn in range(total):

@@ -5,18 +5,33 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from statistics import mean
 from typing import Any
 
-from rpe3d.evaluate.tasks import PROBES, leval, longbench, ruler
+from rpe3d.evaluate.tasks import PROBES, babilong, longbench, longbench_v2, suite
 
 PAPER = json.loads((files("rpe3d.evaluate.tasks") / "data" / "paper.json").read_text(encoding="utf-8"))
+PARTS = ("easy", "hard", "short", "medium", "long")
 CSV = ("law", "length", "suite", "task", "metric", "score", "n", "empty", "status", "seconds", "samples_per_minute",
        "batch", "commit")  # fmt: skip
 
+MEANS = {"ruler": "mean", "babilong": "mean of qa1 to qa5", "infinitebench": "mean"}
+"""The last column of some suites: a mean of tasks, where all of them were measured."""
+BY_LENGTH = ("kv", "needle")
+"""Suites of hardly more than one task: their tables have a column for each length."""
+TITLES = {
+    "longbench": "LongBench",
+    "leval": "L-Eval, exact match",
+    "ruler": "RULER",
+    "babilong": "BABILong",
+    "infinitebench": "InfiniteBench",
+    "kv": "Key-value retrieval",
+    "needle": "Needle in a haystack",
+    "longbench-v2": "LongBench v2",
+}
 QUOTED = "Quoted lines are the paper's numbers, of its models on the whole data sets; none of them was measured here."
 
 Results = Mapping[str, Any]
@@ -48,8 +63,9 @@ class PaperTable:
 def tables(results: Results) -> list[PaperTable]:
     """Return the tables that the results have rows for."""
     rows = [row for row in results["rows"] if row["status"] == "ok"]
-    made = [_categories(rows), _tasks(rows, "longbench", longbench.TASKS), _tasks(rows, "leval", leval.TASKS)]
-    made += [_perplexity(rows), _tasks(rows, "ruler", ruler.TASKS), _probes(rows)]
+    suites = {group: (_lengths if group in BY_LENGTH else _tasks)(rows, group) for group in TITLES}
+    made = [_categories(rows), suites.pop("longbench"), suites.pop("leval"), _perplexity(rows), *suites.values()]
+    made += [*(_parts(rows, task) for task in longbench_v2.TASKS), _probes(rows)]
     return [table for table in made if table is not None]
 
 
@@ -68,21 +84,68 @@ def _categories(rows: Sequence[Row]) -> PaperTable | None:
     return _with_quoted("longbench_categories", wanted, lines, "LongBench, means over the tasks of a category")
 
 
-def _tasks(rows: Sequence[Row], group: str, known: Iterable[str]) -> PaperTable | None:
-    """A column for each task that was measured, with the number of its samples."""
+def _tasks(rows: Sequence[Row], group: str) -> PaperTable | None:
+    """Make a column for each task that was measured, with the number of its samples, and for some suites their mean."""
     places = _by_place(rows, group)
-    columns = [task for task in known if any(task in scores for scores in places.values())]
-    lines = []
-    for place, scores in places.items():
-        cells = [scores[task]["score"] if task in scores else None for task in columns]
-        lines.append(Line(label=place, cells=[*cells, _mean(cells)] if group == "ruler" else cells))
+    columns = [task for task in suite(group).TASKS if any(task in scores for scores in places.values())]
+    cells = {place: [_score(scores, task) for task in columns] for place, scores in places.items()}
     sizes = {task: {s[task]["n"] for s in places.values() if task in s} for task in columns}
     heads = [f"{task} ({'/'.join(map(str, sorted(sizes[task])))})" for task in columns]
-    titles = {"longbench": "LongBench", "leval": "L-Eval, exact match", "ruler": "RULER"}
-    title = f"{titles[group]} (number of samples)"
-    if group == "ruler":
-        return PaperTable(title=title, columns=[*heads, "mean"], lines=lines) if lines else None
-    return _with_quoted(group, columns, lines, title, heads)
+    meant = babilong.LEADERBOARD if group == "babilong" else columns
+    means = {place: _mean([_score(scores, task) for task in meant]) for place, scores in places.items()}
+    if group in MEANS and any(value is not None for value in means.values()):
+        heads.append(_mean_of(len(columns), len(suite(group).TASKS)) if group == "ruler" else MEANS[group])
+        cells = {place: [*some, means[place]] for place, some in cells.items()}
+    lines = [Line(label=place, cells=some) for place, some in cells.items()]
+    title = f"{TITLES[group]} (number of samples)"
+    if group in PAPER:
+        return _with_quoted(group, columns, lines, title, heads)
+    return PaperTable(title=title, columns=heads, lines=lines) if lines else None
+
+
+def _mean_of(some: int, every: int) -> str:
+    """Name the column of a mean over some of a suite's tasks."""
+    return f"mean of {some} tasks" + (f", of {every}" if some < every else "")
+
+
+def _lengths(rows: Sequence[Row], group: str) -> PaperTable | None:
+    """Make a column for each task at each length, with the number of its samples."""
+    measured = [row for row in rows if row["suite"] == group]
+    columns = sorted({(row["task"], row["length"]) for row in measured})
+    lines: dict[str, dict[tuple[str, int], Row]] = {}
+    for row in measured:
+        lines.setdefault(row["law"], {})[row["task"], row["length"]] = row
+    sizes = {(row["task"], row["length"]): row["n"] for row in measured}
+    several = len({task for task, _ in columns}) > 1
+    heads = [f"{f'{task} ' * several}{_short(length)} ({sizes[task, length]})" for task, length in columns]
+    made = [
+        Line(label=law, cells=[found[at]["score"] if at in found else None for at in columns])
+        for law, found in lines.items()
+    ]
+    return PaperTable(title=f"{TITLES[group]} (number of samples)", columns=heads, lines=made) if made else None
+
+
+def _score(scores: Mapping[str, Row], task: str) -> float | None:
+    return scores[task]["score"] if task in scores else None
+
+
+def _parts(rows: Sequence[Row], task: str) -> PaperTable | None:
+    """Part LongBench v2 by difficulty, length and domain, as its leaderboard does, with the samples of each."""
+    places = {
+        place: {(kind, name): part for kind, some in scores[task]["parts"].items() for name, part in some.items()}
+        for place, scores in _by_place(rows, "longbench-v2").items()
+        if task in scores
+    }
+    found = {part: n for parts in places.values() for part, (_, n) in parts.items()}
+    known = [part for name in PARTS for part in found if part[1] == name]
+    columns = [*known, *(part for part in found if part not in known)]
+    lines = [
+        Line(label=place, cells=[parts[part][0] if part in parts else None for part in columns])
+        for place, parts in places.items()
+    ]
+    heads = [f"{part[1]} ({found[part]})" for part in columns]
+    title = f"LongBench v2, {task}, by difficulty, length and domain (number of samples)"
+    return PaperTable(title=title, columns=heads, lines=lines) if lines else None
 
 
 def _perplexity(rows: Sequence[Row]) -> PaperTable | None:
@@ -113,7 +176,7 @@ def _probes(rows: Sequence[Row]) -> PaperTable | None:
 def _with_quoted(
     name: str, columns: Sequence[str], lines: Sequence[Line], title: str, heads: Sequence[str] | None = None
 ) -> PaperTable | None:
-    """The table with the paper's lines below, in those columns that both have."""
+    """Add the paper's lines below a table, in those columns that both have."""
     if not lines:
         return None
     paper = PAPER[name]
@@ -159,4 +222,16 @@ def rows_csv(results: Results, columns: Sequence[str] = CSV) -> str:
     writer.writerow(columns)
     optional = ("commit", "longppl", "key_tokens")
     writer.writerows([row.get(name) if name in optional else row[name] for name in columns] for row in results["rows"])
+    return file.getvalue()
+
+
+def parts_csv(results: Results) -> str:
+    """Return the score of every part of every row, such as a depth or a domain."""
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(("law", "length", "suite", "task", "kind", "part", "score", "n"))
+    for row in results["rows"]:
+        for kind, some in row.get("parts", {}).items():
+            for name, (score, n) in some.items():
+                writer.writerow((row["law"], row["length"], row["suite"], row["task"], kind, name, score, n))
     return file.getvalue()

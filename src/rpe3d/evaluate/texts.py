@@ -45,9 +45,9 @@ def default_texts() -> list[Text]:
     return [Text(name="python-topics", content="\n\n".join(topics[name] for name in sorted(topics)))]
 
 
-def read_texts(paths: Sequence[Path]) -> list[Text]:
+def read_texts(paths: Sequence[str | Path]) -> list[Text]:
     """Read files as texts, or the default texts where there are none; refuse a file that is not text."""
-    return [_read(path) for path in paths] or default_texts()
+    return [_read(Path(path)) for path in paths] or default_texts()
 
 
 def _read(path: Path) -> Text:

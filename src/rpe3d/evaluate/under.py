@@ -11,6 +11,7 @@ import torch
 from rpe3d.config import ConfigError
 from rpe3d.geometry import Law, LawSpec
 from rpe3d.models import extend, facts, law_of, restore
+from rpe3d.models.own_context import as_the_checkpoint_has_it
 
 Cell = tuple[str, int]
 """A law's label and a length."""
@@ -25,7 +26,7 @@ def laws_of(model: Any, entries: Sequence[LawSpec], lengths: Sequence[int]) -> M
     own = law_of(model)
     if not entries:
         return {(own.name if own else STOCK, length): None for length in lengths}
-    made = laws_at(entries, lengths, facts(model))
+    made = laws_at([as_the_checkpoint_has_it(model, entry) for entry in entries], lengths, facts(model))
     raise_if_all_refuse(made.values())
     return made
 

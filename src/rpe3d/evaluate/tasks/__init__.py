@@ -1,8 +1,8 @@
-"""What a model is asked: LongBench, L-Eval and RULER, with upstream's prompts and scores to the digit, and probes.
+"""What a model is asked: benchmarks with upstream's prompts and scores to the digit, and probes.
 
-`longbench`, `leval` and `ruler` have the same parts: `TASKS`, `DEFAULT` (those of the paper), `samples` (a task's
-prompts), `record` (a line of the predictions file, as upstream writes it) and `score` (of such lines,
-whoever wrote them). The probes `ppl`, `copy`, `passkey` and `longppl` are in `probes`, on top of `perplexity`,
+Every suite is a module with the same parts: `TASKS`, `DEFAULT` (those of its paper, or of 3D-RPE's), `samples` (a
+task's prompts), `record` (a line of the predictions file, as upstream writes it) and `score` (of such lines, whoever
+wrote them). The probes `ppl`, `copy`, `passkey` and `longppl` are in `probes`, on top of `perplexity`,
 `retrieval` and `longppl`.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from rpe3d.config import ConfigError, choice
 
-SUITES = ("longbench", "leval", "ruler")
+SUITES = ("longbench", "leval", "ruler", "babilong", "kv", "infinitebench", "longbench-v2", "needle")
 PROBES = ("ppl", "passkey", "copy", "longppl")
 Task = tuple[str, str]
 """A suite and a task of it; a probe is a suite with one nameless task, `ppl` with one for each folder of texts, too."""
@@ -22,7 +22,7 @@ Task = tuple[str, str]
 
 def suite(name: str) -> Any:
     """Import the module of a suite."""
-    return import_module(f"{__name__}.{choice('suite', name, SUITES)}")
+    return import_module(f"{__name__}.{choice('suite', name, SUITES).replace('-', '_')}")
 
 
 def parse_tasks(names: Sequence[str]) -> list[Task]:

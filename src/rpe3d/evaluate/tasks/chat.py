@@ -65,7 +65,7 @@ class Chat:
             return False
 
     def _rendered(self, prompt: str, system: str) -> str:
-        """By the template, without thinking where that can be switched off: the benchmarks have answers alone."""
+        """Render a prompt by the template, without thinking where that can be switched off: only answers count."""
         turns = [{"role": "system", "content": system}] if system else []
         turns.append({"role": "user", "content": prompt})
         thinks = "enable_thinking" in str(self.tokenizer.chat_template)
@@ -81,15 +81,19 @@ class Chat:
 
 def chat_of(form: str, tokenizer: Any, model: str) -> tuple[Chat, str | None]:
     """Return the chat called `form` and notes for the user; `auto` goes by the model's name, as LongBench does."""
-    known = [AUTO, TEMPLATE, *FORMS]
     note = None
-    if choice("chat", form, known) == TEMPLATE and not tokenizer.chat_template:
+    if check_form(form) == TEMPLATE and not tokenizer.chat_template:
         raise ConfigError(f"{model} has no chat template", f"choose another --chat: {', '.join(FORMS)}")
     if form == AUTO:
         form = _by_name(model.lower()) or (TEMPLATE if tokenizer.chat_template else "none")
         if form == "none":
             note = f"{model} has no chat template, so prompts go in as they are; --chat llama2 makes a chat of them"
     return Chat(tokenizer=tokenizer, form=form), note
+
+
+def check_form(form: str) -> str:
+    """Refuse a form of chats that is not known, before there is a tokenizer."""
+    return choice("chat", form, [AUTO, TEMPLATE, *FORMS])
 
 
 def called(model: str) -> str:

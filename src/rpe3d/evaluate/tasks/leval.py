@@ -106,7 +106,7 @@ def samples(
 
 
 def _fact(question: str, chat: Chat) -> str:
-    """sci_fi's second question, on the real world, without the document."""
+    """Return the second question of sci_fi, on the real world, without the document."""
     fact = WORDS["fact"]
     return str(question.replace(fact["from"], fact["to"]) + fact["vicuna" if chat.form == "vicuna" else "llama2"])
 
@@ -142,7 +142,7 @@ def score(task: str, records: Sequence[Record]) -> Score:
 
 
 def _pairs(task: str, gold: str, said: str) -> list[tuple[str, str]]:
-    """What is compared: answer and gold, each reduced to what the task is after."""
+    """Reduce answer and gold to what the task is after, which is compared."""
     if task in ("coursera", "quality", "tpo"):
         return [(_letters(said, several=task == "coursera"), re.sub("[^A-D]", "", gold.split()[0]) or "A")]
     if task == "gsm100":
@@ -155,7 +155,7 @@ def _pairs(task: str, gold: str, said: str) -> list[tuple[str, str]]:
 
 
 def _match(said: str, gold: str) -> float:
-    """1 where equal; of several letters, 0.25 for some of the right ones; else as numbers, or the gold inside."""
+    """Score 1 where equal; of several letters, 0.25 for some of the right ones; else as numbers, or the gold inside."""
     choice, right = normalized(said), normalized(gold)
     if set(right) <= set("ABCD"):
         return 1.0 if choice == right else 0.25 if set(choice) <= set(right) else 0.0
@@ -166,7 +166,7 @@ def _match(said: str, gold: str) -> float:
 
 
 def _letters(said: str, several: bool) -> str:
-    """The options that an answer chooses: the first letter in ABCD, or for `several` those in front, or listed.
+    """Return the options that an answer chooses: the first letter in ABCD, or for `several` those in front, or listed.
 
     Without any it is A, and None for an answer without a word.
     """
@@ -192,7 +192,7 @@ def _front(text: str, pattern: str) -> str:
 
 
 def _number(said: str) -> str:
-    """The digits up to a full stop of what `The answer is` names, or of the last number in the first paragraph."""
+    """Return the digits, up to a full stop, of what `The answer is` names, or of the first paragraph's last number."""
     named = re.search(r"The answer is (\S+)", said)
     words = said.split("\n\n")[0].split(" ")[::-1]
     word = named[1] if named else next((word for word in words if any(map(str.isdigit, word))), "")
@@ -200,7 +200,7 @@ def _number(said: str) -> str:
 
 
 def _code(text: str) -> str:
-    """A value as it is compared, whatever its commas, quotes and spaces."""
+    """Strip what a comparison of values ignores: commas, quotes and spaces."""
     text = re.sub(r"\s+", " ", text)
     for what, by in ((",", ""), ("'", ""), ("\\", ""), (".0", ""), ("] [", "]["), ("[ [", "[["), ("] ]", "]]")):
         text = text.replace(what, by)
@@ -208,7 +208,7 @@ def _code(text: str) -> str:
 
 
 def _output(said: str, words: int) -> str:
-    """The `words` + 3 words after the last `the final output`, or at the end."""
+    """Return the `words` + 3 words after the last `the final output`, or at the end."""
     text = _code(said)
     for what in ("will be", "of the code", "is", "would be", "the value of", "the result of", "printed"):
         text = text.replace(what, "")
@@ -218,13 +218,13 @@ def _output(said: str, words: int) -> str:
 
 
 def _judgements(text: str) -> list[str]:
-    """On the story and on the fact."""
+    """Part an answer into its judgements on the story and on the fact."""
     parts = text.lower().split("[fact:")
     return [parts[0].strip(), parts[1][:-1].strip()]
 
 
 def _judged(text: str) -> str:
-    """The first word of true or false."""
+    """Return the first of true and false in a text."""
     for word in text.split():
         for verdict in ("true", "false"):
             if verdict in word:

@@ -12,11 +12,12 @@ from rpe3d.config import ConfigError
 from rpe3d.evaluate.keys import Keys, check_keys, positions
 from rpe3d.evaluate.ranks import Ranks
 from rpe3d.evaluate.settings import Ask
-from rpe3d.evaluate.tasks import Task, ruler, suite, title
+from rpe3d.evaluate.tasks import Task, suite, title
 from rpe3d.evaluate.tasks.chat import Chat
+from rpe3d.evaluate.tasks.choices import log_likelihoods
 from rpe3d.evaluate.tasks.generate import Generator
 from rpe3d.evaluate.tasks.longppl import FEWEST
-from rpe3d.evaluate.tasks.predictions import Predictions, Record, Score
+from rpe3d.evaluate.tasks.predictions import Parts, Predictions, Record, Score, parts_of
 from rpe3d.evaluate.tasks.probes import PROBES, Bench, merged
 from rpe3d.evaluate.tasks.questions import Data
 from rpe3d.evaluate.tasks.sample import Sample
@@ -37,7 +38,7 @@ class Means:
     ask: Ask
     data: Mapping[Task, Data]
     texts: Mapping[Task, Sequence[Text]]
-    """Of `ppl` and `copy`, and RULER's haystack."""
+    """Of `ppl` and `copy`, and haystacks."""
     ranks: Ranks
     keys: Keys = field(default_factory=dict)
     """LongPPL's key tokens by length."""
@@ -56,12 +57,19 @@ def samples_of(means: Means, task: Task, length: int) -> list[Sample]:
 def _samples(means: Means, task: Task, length: int) -> list[Sample]:
     group, name = task
     ask = means.ask
-    if group == "ruler":
-        essay = " ".join(text.content for text in means.texts[task])
-        return ruler.samples(name, means.chat, length, ask.limit, essay)
-    made: list[Sample] = suite(group).samples(
-        name, means.data[task].records, means.chat, length, ask.limit, ask.authors
-    )
+    texts = [text.content for text in means.texts.get(task, ())]
+    made: list[Sample]
+    if group in ("ruler", "needle"):
+        made = suite(group).samples(name, means.chat, length, ask.limit, " ".join(texts))
+        return made
+    data = means.data.get(task)
+    records = data and data.at.get(length, data).records
+    if data is not None and not records:
+        raise ConfigError(f"{data.name} has no questions of length {length}", "give a --length that has a file")
+    more: list[Any] = [ask.authors] if group in ("longbench", "leval") else []
+    if group in ("babilong", "kv", "infinitebench"):
+        more = [ask.seed, texts] if group == "babilong" else [ask.seed]
+    made = suite(group).samples(name, records, means.chat, length, ask.limit, *more)
     return made
 
 
@@ -100,6 +108,9 @@ def _records(means: Means, samples: Sequence[Sample], task: Task, batches: Seque
     records: list[Record] = []
     for batch in batches:
         chosen = [samples[i] for i in batch]
+        if chosen[0].choices:
+            records += [{"index": i, **_likeliest(means, task, samples[i])} for i in batch]
+            continue
         sample = chosen[0]  # a task's samples differ in their prompts alone
         said = [
             means.generate([one.prompts[turn] for one in chosen], sample.max_new, sample.line_only)
@@ -108,6 +119,13 @@ def _records(means: Means, samples: Sequence[Sample], task: Task, batches: Seque
         for i, one, answers in zip(batch, chosen, zip(*said, strict=True), strict=True):
             records.append({"index": i, **suite(task[0]).record(one, answers)})
     return records
+
+
+def _likeliest(means: Means, task: Task, sample: Sample) -> Record:
+    """Answer with the likeliest of a sample's choices, and keep how likely each is."""
+    found = log_likelihoods(means.model, means.chat, sample.prompts[0], sample.choices)
+    said = sample.choices[found.index(max(found))]
+    return {**suite(task[0]).record(sample, [said]), "log_likelihoods": [round(one, 6) for one in found]}
 
 
 def probe(means: Means, task: Task, length: int, file: Predictions | None, advance: Advance) -> Score:
@@ -142,4 +160,9 @@ def probe(means: Means, task: Task, length: int, file: Predictions | None, advan
     if writes is not None:
         writes.path.unlink(missing_ok=True)
     means.ranks.together(partial(_keep, writes, records))
-    return Score(score=chosen.score(told), n=len(trials), metric=chosen.metric.format(protocol=protocol))
+    parts: Parts = {}
+    if group == "passkey":
+        found = [{"depth": round(100 * trial["depth"])} for trial in trials]
+        parts = parts_of(found, [float(trial["correct"]) for trial in trials], ["depth"])
+    metric = chosen.metric.format(protocol=protocol)
+    return Score(score=chosen.score(told), n=len(trials), metric=metric, parts=parts)

@@ -31,7 +31,7 @@ ALL_PUNCTUATION = frozenset(string.punctuation + CHINESE_PUNCTUATION)
 
 
 def normalized(text: str) -> str:
-    """Without punctuation, articles and superfluous white space (SQuAD's normalisation, letters as they are)."""
+    """Drop punctuation, articles and superfluous white space (SQuAD's normalisation, letters as they are)."""
     bare = "".join(letter for letter in text if letter not in PUNCTUATION)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split())
 
@@ -47,17 +47,17 @@ def qa_f1_zh(prediction: str, reference: str, classes: Sequence[str] = ()) -> fl
 
 
 def rouge(prediction: str, reference: str, classes: Sequence[str] = ()) -> float:
-    """ROUGE-L."""
+    """Return ROUGE-L, as `rouge_l` computes it."""
     return rouge_l(prediction, reference)
 
 
 def rouge_zh(prediction: str, reference: str, classes: Sequence[str] = ()) -> float:
-    """ROUGE-L of Chinese words. Upstream has one more function on the way, so one call less is left to `rouge`."""
+    """Return ROUGE-L of Chinese words. Upstream has one more function on the way, so `rouge` has one call less."""
     return rouge_l(" ".join(chinese_words(prediction)), " ".join(chinese_words(reference)), DEPTH - 1)
 
 
 def classification(prediction: str, reference: str, classes: Sequence[str]) -> float:
-    """One over the number of class names in the prediction, if the right one is among them.
+    """Return one over the number of class names in the prediction, if the right one is among them.
 
     Names that are part of the right one are dropped, but upstream drops them from the list that it walks through, so
     that the name after a dropped one stays unseen: kept, for the scores depend on it.
@@ -106,7 +106,7 @@ def chinese_words(text: str) -> list[str]:
 
 @cache
 def _jieba() -> Any:
-    """jieba with its own dictionary, read from the package: its cache file lies where anybody may write."""
+    """Load jieba with its own dictionary, read from the package: its cache file lies where anybody may write."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of Python 3.12, and of setuptools, at what jieba was written like

@@ -116,7 +116,7 @@ def _long_enough(texts: Sequence[Tokens], length: int, first: First) -> list[Tok
 
 
 def _sample(items: Sequence[Any], count: int | None) -> list[Any]:
-    """All of them, or `count` that are spread evenly."""
+    """Return all items, or `count` of them, spread evenly."""
     if count is None or count >= len(items):
         return list(items)
     return [items[len(items) * (2 * i + 1) // (2 * count)] for i in range(count)]
@@ -142,10 +142,11 @@ def tail_of(length: int) -> int:
 def score(model: Any, windows: Sequence[Window], length: int) -> list[Losses]:
     """Score windows of equal length in one forward. The tail counts scored tokens alone."""
     losses = token_nll(model, torch.stack([w.tokens for w in windows]), max(w.scored for w in windows)).double().cpu()
-    return [_score(row[-window.scored :], window, length) for row, window in zip(losses, windows, strict=True)]
+    return [score_losses(row[-window.scored :], window, length) for row, window in zip(losses, windows, strict=True)]
 
 
-def _score(losses: Tensor, window: Window, length: int) -> Losses:
+def score_losses(losses: Tensor, window: Window, length: int) -> Losses:
+    """Sum up the losses of a window's scored tokens: as a whole, of its tail, and by position."""
     end = len(window)
     width = bucket_width(length)
     buckets = torch.arange(end - window.scored, end) // width

@@ -1,12 +1,14 @@
-"""Files of records, one JSON object a line: every line is checked, and a kill loses one at most."""
+"""Files of records, one JSON object a line (or CSV): every line is checked, and a kill loses one at most."""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -16,7 +18,12 @@ from rpe3d.evaluate.origin import START_OVER
 from rpe3d.text import reading
 
 Record = Mapping[str, Any]
-KINDS = {str: "a text", list: "a list", int: "a number"}
+KINDS = {str: "a text", list: "a list", int: "a number", bool: "true or false"}
+Parts = dict[str, dict[str, tuple[float, int]]]
+"""Scores of some of a task's samples with their number, such as {"difficulty": {"easy": (25.0, 4)}}."""
+NOT_AVAILABLE = {"", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN", "<NA>",
+                 "N/A", "NA", "NULL", "NaN", "None", "n/a", "nan", "null"}  # fmt: skip
+"""Cells that pandas reads as missing, and so BABILong's scripts as empty: an answer "None" among them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,13 +37,17 @@ class Score:
     """Predictions without a word."""
     pace: float | None = None
     """Samples per minute of generation, of those that were made in this run."""
+    parts: Parts = field(default_factory=dict)
 
 
 def read_records(path: Path) -> list[Record]:
-    """Read the objects of a JSONL file, plain or as .xz, .gz or .bz2; blank lines are skipped."""
+    """Read the objects of a JSONL or .csv file, plain or as .xz, .gz or .bz2; blank lines are skipped."""
     hint = "give a JSONL file: UTF-8, one object a line"
     with reading(path, hint) as file:
-        lines = file.read().split(b"\n")
+        raw = file.read()
+    if ".csv" in path.suffixes[-2:]:
+        return _table(raw, path)
+    lines = raw.split(b"\n")
     records = []
     for number, line in enumerate(lines, 1):
         if line.strip():
@@ -56,6 +67,37 @@ def _parsed(line: bytes, where: str, hint: str) -> Record:
     if not isinstance(record, dict):
         raise ConfigError(f"{where} is no JSON object", hint)
     return record
+
+
+def _table(raw: bytes, path: Path) -> list[Record]:
+    """Return the rows of a CSV file by their column's name, all texts; missing cells are empty, as pandas has them."""
+    hint = "give a CSV file: UTF-8, the names of its columns in the first line"
+    try:
+        read = list(csv.DictReader(io.StringIO(raw.decode("utf-8-sig"), newline=""), strict=True))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"{path} is not a CSV file ({error})", hint) from None
+    rows: list[Record] = []
+    for number, row in enumerate(read, 1):
+        if None in row:
+            raise ConfigError(f"row {number} of {path} has more cells than columns", hint)
+        rows.append({name: "" if cell is None or cell in NOT_AVAILABLE else cell for name, cell in row.items()})
+    if not rows:
+        raise ConfigError(f"{path} is empty", hint)
+    return rows
+
+
+def parts_of(records: Sequence[Record], scores: Sequence[float], kinds: Sequence[str], digits: int = 2) -> Parts:
+    """Return the mean score in percent for each value of the fields `kinds`, where all records have them."""
+    parts: Parts = {}
+    for kind in kinds:
+        if all(kind in record for record in records):
+            groups: dict[str, list[float]] = {}
+            for record, score in zip(records, scores, strict=True):
+                groups.setdefault(str(record[kind]), []).append(score)
+            parts[kind] = {
+                name: (round(100 * sum(some) / len(some), digits), len(some)) for name, some in groups.items()
+            }
+    return parts
 
 
 def check_fields(records: Sequence[Record], fields: Mapping[str, type], hint: str) -> None:

@@ -87,7 +87,7 @@ class Bench:
 
 
 def _work(length: int) -> float:
-    """One forward. Attention of a small model costs as much as all the rest at 8192 tokens."""
+    """Estimate the work of one forward. A small model's attention costs as much as all the rest at 8192 tokens."""
     return length * (1 + length / 8192)
 
 

@@ -11,7 +11,7 @@ DEPTH = 991
 
 
 def rouge_l(prediction: str, reference: str, depth: int = DEPTH) -> float:
-    """F1 of the words in the union of longest common subsequences, sentence by sentence; 0 where `rouge` raises."""
+    """Return F1 of the words in the union of longest common subsequences by sentence; 0 where `rouge` raises."""
     said, gold = _sentences(prediction), _sentences(reference)
     if not said or not gold:
         return 0.0
@@ -28,12 +28,12 @@ def rouge_l(prediction: str, reference: str, depth: int = DEPTH) -> float:
 
 
 def _sentences(text: str) -> list[list[str]]:
-    """The words between full stops. A sentence of white space alone has one word, the empty one."""
+    """Split a text into the words between full stops. A sentence of white space alone has one word, the empty one."""
     return [" ".join(part.split()).split(" ") for part in text.split(".") if part]
 
 
 def _common(first: list[str], second: list[str], depth: int) -> set[str] | None:
-    """The words of a longest common subsequence, the one that `rouge` walks to; None where its recursion is too deep.
+    """Return the longest common subsequence that `rouge` walks to; None where its recursion is too deep.
 
     Row i of the table of lengths is kept as bits: j is 0 where the length grows from second[:j] to second[:j + 1]
     (Hyyrö 2004). That is also what decides each step back: up where it grows, else left.

@@ -15,7 +15,7 @@ import string
 import uuid
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib.resources import files
 from itertools import accumulate, pairwise
@@ -28,6 +28,8 @@ from rpe3d.evaluate.tasks.chat import TEMPLATE, Chat
 
 CONFIG: dict[str, Any] = json.loads((files(__package__) / "data" / "ruler.json").read_text(encoding="utf-8"))
 SAMPLES = 500
+FEWEST = 50
+"""Words of a haystack in which depths are apart."""
 SEED = 42
 GRASS = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
@@ -92,6 +94,9 @@ class Builder:
     chat: Chat
     length: int
     essay: str
+    depths: Sequence[float] = ()
+    """Where the needle of each sample lies among the sentences, in percent; without them drawn, as upstream does."""
+    depth: float | None = field(default=None, init=False)
 
     def build(self, task: str, count: int) -> list[tuple[str, list[str], int]]:
         """Return `count` prompts with their answers, and the tokens of prompt and longest answer."""
@@ -133,7 +138,7 @@ class Builder:
         return len(self.chat.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
     def _fitting(self, make: Callable[[int], Made], size: int, step: int, least: int, extra: int = 0) -> Made:
-        """A sample with `size` units, or with the most that leave room for the answer."""
+        """Make a sample with `size` units, or with the most that leave room for the answer."""
         while size >= least:
             prompt, answers = make(size)
             if self._tokens(prompt) + self.config["max_new"] + extra <= self.length:
@@ -155,13 +160,23 @@ class Builder:
         def make(size: int) -> Made:
             return self._haystack(size, haystack, key, value, keys, values, queries)
 
-        size, tokens, room = step, 0, self.config["max_new"]
-        while tokens + room < self.length:
-            prompt, answers = make(size)
-            tokens = self._tokens(prompt + " ".join(answers))
-            size += -step if tokens + room > self.length else step
+        def most(step: int) -> int:
+            size, tokens, room = step, 0, self.config["max_new"]
+            while tokens + room < self.length:
+                prompt, answers = make(size)
+                tokens = self._tokens(prompt + " ".join(answers))
+                size += -step if tokens + room > self.length else step
+            return int(size)
+
+        size = most(step)
+        if self.depths and size < step:  # without a haystack all depths are one
+            step = FEWEST
+            size = most(step)
+            if size < step:
+                raise self._no_room()
         least = 1 if haystack == "essay" else keys * values
-        for _ in range(count):
+        for number in range(count):
+            self.depth = self.depths[number] if self.depths else None
             yield self._fitting(make, max(size, least), step, least)
 
     def _haystack(self, size: int, haystack: str, key: str, value: str, keys: int, values: int, queries: int) -> Made:
@@ -198,7 +213,7 @@ class Builder:
 
     def _among_sentences(self, size: int, needles: list[str]) -> str:
         sentences = self._sentences(size)
-        depths = self.draw.sample(DEPTHS, len(needles))
+        depths = self.draw.sample(DEPTHS, len(needles)) if self.depth is None else [self.depth]
         places = [0, *sorted(int(len(sentences) * (depth / 100)) for depth in depths), len(sentences)]
         parts = []
         for i, (begin, end) in enumerate(pairwise(places)):
@@ -266,7 +281,7 @@ class Builder:
         return template.format(context=context, query=value, num_v=5), names
 
     def _bare_template(self) -> str:
-        """The task's words without the chat's. Upstream drops the word before the answer, whatever it is."""
+        """Return the task's words without the chat's. Upstream drops the word before the answer, whatever it is."""
         template = self._template
         begin = template.index(self.config["template"][:20])
         end = template.index(self.config["prefix"][:10])

@@ -17,3 +17,5 @@ class Sample:
     gold: Mapping[str, Any]
     line_only: bool = False
     """The first line break after at least one token ends the answer."""
+    choices: tuple[str, ...] = ()
+    """Whole answers, of which the likeliest is taken instead of a generated one."""

@@ -1,0 +1,105 @@
+"""Pick the parameters of 3d-rpe for a model from the context that it really uses.
+
+The law file: what `Law.to_dict` gives, and "measured": {"command", "model", "versions", "texts", "seeds", "criterion",
+"effective": positions, or 0 where it copies from nowhere, "distances": [{"distance", "first", "again", "text"}],
+"weighed": {"even" and "anchored": {"length", "seeds", "text", "again"}}, empty where there was nothing to choose}.
+That of `rpe3d tune --law dpe` has "task", "samples", "others": the scale of the groups that are not tried, and
+"trials": [{"group", "scale", "score"}] in place of what follows "texts".
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rpe3d.config import whole
+from rpe3d.evaluate import effective
+from rpe3d.evaluate.effective import Distance, Weighed
+from rpe3d.evaluate.grid import Progress, silent
+from rpe3d.evaluate.origin import versions
+from rpe3d.evaluate.texts import Text, default_texts, tokenize
+from rpe3d.evaluate.under import about
+from rpe3d.files import write_json
+from rpe3d.geometry import Law, make_law
+from rpe3d.models import as_stock, facts
+from rpe3d.text import opening
+
+TRIALS = 4
+WEIGHED = 2
+"""Trials for each of two laws, at twice the pretrained length."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuned:
+    """A law that was chosen for a model, and the measurements that chose it."""
+
+    law: Law
+    effective: int
+    """Positions from which the model copies; 0 where it copies from nowhere, and the law is the rule of thumb."""
+    distances: list[Distance]
+    length: int
+    """Tokens in the windows of `weighed`."""
+    weighed: dict[str, Weighed]
+    """Whether the first token should fade with the rest; empty where there was nothing to choose."""
+    measured: dict[str, Any]
+    """What the law file says of its origin."""
+
+    def write(self, path: str | Path) -> Path:
+        """Write the law file, which `extend` and every --law option take."""
+        write_json(Path(path), {**self.law.to_dict(), "measured": self.measured})
+        return Path(path)
+
+
+def tune(
+    model: Any,
+    tokenizer: Any,
+    *,
+    context: int,
+    texts: Sequence[Text] = (),
+    trials: int = TRIALS,
+    seed: int = 0,
+    name: str | None = None,
+    command: str | None = None,
+    progress: Progress = silent,
+) -> Tuned:
+    """Measure how far back a model can copy, and choose 3d-rpe's parameters for `context`; leaves the model stock.
+
+        tuned = rpe3d.evaluate.tune(model, tokenizer, context=65536)
+        rpe3d.extend(model, tuned.law)
+
+    It reads `texts` (default: Python's language reference) in windows of the pretrained length and of twice that.
+    """
+    seed, trials = whole("seed", seed, least=0), whole("trials", trials)
+    texts = list(texts) or default_texts()
+    known = facts(as_stock(model))
+    pretrained, first = known["pretrained"], opening(tokenizer)
+    law = make_law("3d-rpe", context=context, **known)  # refuses a context before anything is measured
+    tokens = [tokenize(tokenizer, text) for text in texts]
+    seeds = list(range(seed, seed + trials))
+    distances = effective.measure_distances(model, tokens, pretrained, seeds, first, progress)
+    used = effective.effective_context(distances)
+    length = min(context, 2 * pretrained, effective.longest(tokens))
+    again, weighed = seeds[:WEIGHED], {}
+    if 0 < used < length:
+        weighed = effective.weigh(model, used, pretrained, tokens, length, again, first, progress)
+    if used:
+        anchored = bool(weighed) and weighed["anchored"].cost < weighed["even"].cost
+        law = make_law(
+            "3d-rpe", context=context, **known, **effective.pick(used, pretrained, context, anchored=anchored)
+        )
+    measured = {
+        "command": command or shlex.join(sys.argv),
+        "model": about(model, name or model.config.name_or_path, known),
+        "versions": versions(),
+        "texts": [{"name": text.name, "sha256": text.sha256} for text in texts],
+        "seeds": seeds,
+        "criterion": f"again / first, averaged with both neighbours, is at most {effective.AT_MOST}",
+        "effective": used,
+        "distances": [asdict(one) for one in distances],
+        "weighed": {name: {"length": length, "seeds": again, **asdict(one)} for name, one in weighed.items()},
+    }
+    return Tuned(law=law, effective=used, distances=distances, length=length, weighed=weighed, measured=measured)
