@@ -3,11 +3,11 @@
     python benchmarks/finetune.py --model default --data FOLDER --texts FILE... --out DIR
     python benchmarks/finetune.py --model default --data FOLDER --texts FILE... --out DIR --only 3d-rpe,yarn    # a part
 
-Training is that of `rpe3d train lm`: LoRA on joined documents, with the learning rate and the batch of the small
-recipes. Every way reads as many tokens in as many steps, the same ones in the same order but for 3d-rpe-pose, whose
-windows are a sixteenth of the context, with positions spread over 25/8 of it (100k for 32k). Both rows of a way,
-trained and train-free, are under one law: that of the context it is trained to, or of a window that is longer. The
-adapter is not merged. The measures are those of `rpe3d compare`.
+Training is that of `rpe3d train lm`: LoRA on joined documents (with `--method lora-plus` also of embeddings and norms),
+with the learning rate and the batch of the small recipes. Every way reads as many tokens in as many steps, the same
+ones in the same order but for 3d-rpe-pose, whose windows are a sixteenth of the context, with positions spread over
+25/8 of it (100k for 32k). Both rows of a way, trained and train-free, are under one law: that of the context it is
+trained to, or of a window that is longer. The adapter is not merged. The measures are those of `rpe3d compare`.
 
 The same command goes on where it was stopped, and parts add up: nothing is trained or measured twice.
 Writes DIR/<way>/adapter, finetune-<device>.csv and finetune-<device>.png.
@@ -31,7 +31,7 @@ import torch
 
 from rpe3d import evaluate, extend
 from rpe3d.cli.arguments import need, size, sizes
-from rpe3d.cli.compare import progress_bar
+from rpe3d.cli.terminal import progress_bar
 from rpe3d.config import ConfigError, choice, whole
 from rpe3d.drawing.axes import Paint, boldest_last, labels, line, short
 from rpe3d.drawing.palette import BLUE, BROWN, DASHED, GREEN, ORANGE, PINK, PURPLE, SKY, SOFT, Colour, Style
@@ -96,6 +96,7 @@ def training(way: Way, given: argparse.Namespace) -> Any:
         batch=given.batch * parts,
         micro_batch=parts,
         learning_rate=given.learning_rate,
+        method=given.method,
         warmup=min(20, given.steps // 5),
         attention="s2" if way.sparse else "full",
         pose=2 if way.skips else 0,
@@ -256,6 +257,8 @@ def work(names: Sequence[str], given: argparse.Namespace, texts: Sequence[Text],
 def asked(given: argparse.Namespace, texts: Sequence[Text]) -> dict[str, Any]:
     """What all rows of a folder share."""
     kept = {key: getattr(given, key) for key in ("model", "data", "context", "steps", "batch", "learning_rate")}
+    if given.method != "lora":
+        kept["method"] = given.method
     return {**kept, "device": DEVICE, "texts": {text.name: text.sha256 for text in texts}}
 
 
@@ -270,6 +273,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100, help="default 100")
     parser.add_argument("--batch", type=int, default=2, help="windows in a step; default 2")
     parser.add_argument("--learning-rate", type=float, default=2e-4, help="default 2e-4")
+    parser.add_argument("--method", default="lora", choices=("lora", "lora-plus"), help="default lora")
     parser.add_argument("--lengths", type=sizes, default="8k,16k,32k,64k", help="default 8k,16k,32k,64k")
     given = parser.parse_args()
     need("train", "transformers", "peft", "accelerate", "rich", "matplotlib")

@@ -15,7 +15,7 @@ import tiny_lm
 
 TURNS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"
 TEMPLATE = TURNS + "{% if add_generation_prompt %}[assistant]{% endif %}"
-LAW = {"law": "3d-rpe", "parameters": {"chunk": 16, "window": 32, "reach": 64}}
+LAW = {"law": "3d-rpe", "parameters": {"chunk": 16, "window": 32, "reach": 64, "focus": 0, "fade": 0}}
 
 
 @pytest.fixture(autouse=True)

@@ -112,7 +112,7 @@ def small_model():
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 64}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 1}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=97, initializer_range=0.3, **sizes, **heads)).train()
-    return rpe3d.extend(model, context=256, chunk=8, window=16, reach=32)
+    return rpe3d.extend(model, context=256, chunk=8, window=16, reach=32, focus=0, fade=0)
 
 
 def learned(model, ids, labels, **given):

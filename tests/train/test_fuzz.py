@@ -29,7 +29,10 @@ CHANGES = {
     "weights": (0, 1),
     "seed": (0, 1),
     "learning_rate": (1e-2, 5e-3),
-    "parameters": ({"chunk": 16, "window": 32, "reach": 64}, {"chunk": 8, "window": 32, "reach": 64}),
+    "parameters": (
+        {"chunk": 16, "window": 32, "reach": 64, "focus": 0, "fade": 0},
+        {"chunk": 8, "window": 32, "reach": 64, "focus": 0, "fade": 0},
+    ),
     "steps": (4, 2, 3, 5),
     "batch": (2, 4),
     "schedule": ("constant", "cosine"),

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from rpe3d.config import ConfigError
 from rpe3d.geometry import make_law
 from rpe3d.train.corpus import open_corpus
-from rpe3d.train.settings import Settings, read_recipe
+from rpe3d.train.settings import Settings, read_recipe, recipes
 
 FOLDER = Path(__file__).parents[2] / "recipes"
 RECIPES = sorted(FOLDER.glob("*.json"))
@@ -28,6 +29,20 @@ def test_a_recipe_states_a_law_for_its_model(path):
     settings = Settings(**read_recipe(path))
     law = make_law(settings.law, context=settings.context, **MODELS[settings.model], **settings.parameters)
     assert law.context == settings.context
+
+
+def test_recipes_come_with_the_package_and_are_found_by_name(tmp_path, monkeypatch):
+    """The wheel has them; a file of that name in the folder goes first."""
+    monkeypatch.chdir(tmp_path)
+    assert set(recipes()) == {path.stem for path in RECIPES}
+    for path in RECIPES:
+        assert read_recipe(Path(path.stem)) == read_recipe(path)
+    with pytest.raises(
+        ConfigError, match="recipe 'table3-longlora-32' is not known: did you mean 'table3-longlora-32k'"
+    ):
+        read_recipe(Path("table3-longlora-32"))
+    (tmp_path / "table3-longlora-32k").write_text('{"steps": 1}')
+    assert read_recipe(Path("table3-longlora-32k")) == {"steps": 1}
 
 
 @pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)

@@ -6,6 +6,7 @@ import csv
 import json
 import shutil
 import signal
+from importlib import import_module
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from rpe3d.config import ConfigError
 from rpe3d.models import load_adapter
 from rpe3d.models.load import load
 from rpe3d.train import Settings, merge, train
+from rpe3d.train.run import law_in_checkpoint
 from rpe3d.train.samples import shuffled
 from rpe3d.train.trainer import LawTrainer
 
@@ -349,6 +351,20 @@ def test_a_finished_run_takes_more_steps_bit_for_bit(asked, tmp_path):
     assert names_in(tmp_path / "run", "*") == names_in(tmp_path / "whole", "*")
     with pytest.raises(ConfigError, match="holds 5 steps already, and 4 are asked for"):
         run(asked, tmp_path / "run", steps=4)
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_a_run_keeps_the_law_that_it_began_with(asked, tmp_path, method, monkeypatch):
+    """run.json has the parameters that were given; defaults of the others may change between two versions."""
+    given = {**asked, "method": method, "parameters": {"chunk": 16, "window": 32, "reach": 64}}
+    for name in ("FOCUS", "FADE"):
+        monkeypatch.setattr(import_module("rpe3d.geometry.laws.bounded"), name, 0.0)
+    before = run(given, tmp_path / "run", steps=2)
+    monkeypatch.undo()
+    began = law_in_checkpoint(before)
+    after = run(given, tmp_path / "run", steps=4)
+    assert (began.focus, began.fade) == (0.0, 0.0)
+    assert law_in_checkpoint(after) == began
 
 
 def test_more_steps_that_are_killed_do_not_pass_for_finished(asked, tmp_path, monkeypatch):

@@ -61,7 +61,7 @@ def test_the_first_tokens_do_not_see_the_last():
 
 def test_pairs_within_a_group_keep_their_law():
     """A group of 32 under a law with chunks of 4: each group is what dense attention under the law gives it."""
-    law = make_law("3d-rpe", pretrained=32, context=128, head_dim=8, chunk=4, window=8, reach=16)
+    law = make_law("3d-rpe", pretrained=32, context=128, head_dim=8, chunk=4, window=8, reach=16, focus=0, fade=0)
     q, k, v = (torch.randn(1, 2, 64, 8) for _ in range(3))
     out = shifted(q, k, v, None, 32, attend(law), by_position=True)
     for head, cuts in ((0, [0, 32, 64]), (1, [0, 16, 48, 64])):

@@ -13,7 +13,7 @@ from rpe3d.train import attention as trained
 from rpe3d.train.attention import TrainingAttention, training_attention
 from rpe3d.train.ulysses import SequenceParallel
 
-BOUNDED = {"chunk": 16, "window": 32, "reach": 64}
+BOUNDED = {"chunk": 16, "window": 32, "reach": 64, "focus": 0, "fade": 0}
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_families_with_windows_softcaps_sinks_and_unrotated_layers_keep_them(fam
     )
     stock = "eager" if family in ("gemma2", "gpt_oss") else "sdpa"
     model = AutoModelForCausalLM.from_config(config, attn_implementation=stock).eval()
-    rpe3d.extend(model, context=256, chunk=8, window=16, reach=32)
+    rpe3d.extend(model, context=256, chunk=8, window=16, reach=32, focus=0, fade=0)
     ids = torch.randint(3, 97, (2, 90))
     loss, truth = gradients(model, ids, use_cache=False)
     with training_attention(model, TrainingAttention()):

@@ -1,7 +1,7 @@
-"""The attention of a training run, through transformers' registries: under a law, with skipped positions, shifted
-sparse, or with one sequence over several processes.
+"""The attention of a training run, through transformers' registries.
 
-Windows are padded on the right alone, where causal attention never looks: no mask is needed.
+It runs under a law, with skipped positions, shifted sparse, or with one sequence over several processes. Windows are
+padded on the right alone, where causal attention never looks: no mask is needed.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from rpe3d.attention import Shared
 from rpe3d.attention.problem import Placed, Positions, placed
 from rpe3d.config import ConfigError
-from rpe3d.models import registry
-from rpe3d.models.carried import module_law
+from rpe3d.models import noted, registry
+from rpe3d.models.carried import module_carried, module_law
 from rpe3d.models.extend import text_config
 from rpe3d.models.probe import unknown
 from rpe3d.train.shifted import shifted
@@ -72,7 +72,8 @@ class TrainingAttention:
                 sliding_window=sliding_window,
                 **kwargs,
             )
-        law = module_law(module)
+        law, held = module_law(module), module_carried(module)
+        query, key = held.arranged(query), held.arranged(key)
         by_position = law.needs_attention  # else by the order of tokens alone
         kind = query.device.type
         if torch.is_autocast_enabled(kind):  # cos and sin, and so q and k, are float32 where the embeddings are
@@ -80,13 +81,15 @@ class TrainingAttention:
 
         def attend(q: Tensor, k: Tensor, v: Tensor, positions: Positions, sinks: Tensor | None) -> Tensor:
             with torch.autocast(kind, enabled=False):  # the merge of parts is in float32
-                places = {"query_positions": positions, "key_positions": positions}
+                places: dict[str, Any] = {"query_positions": positions, "key_positions": positions}
                 out: Tensor = self._shared(positions)(
                     q, k, v, law, scale=scaling, softcap=softcap, sinks=sinks, rotated=True, **places
                 )[0]
             return out
 
-        positions = position_ids if self.skipping and by_position else None
+        positions = None
+        if self.skipping and by_position:
+            positions = noted.positions(module.config, position_ids) if held.notes else position_ids
         if self.group is not None:
             if law.chooses:
                 raise ConfigError(
@@ -122,7 +125,7 @@ class TrainingAttention:
 
 
 def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """None: causal. A layer with a window of its own keeps its mask."""
+    """Return None, which is causal, unless a layer has a window of its own: it keeps its mask."""
     return None if kwargs.get("local_size") is None else registry.make_mask(*args, **kwargs)
 
 

@@ -65,7 +65,7 @@ class Steps(torch.utils.data.IterableDataset[dict[str, Any]]):
                 yield self._batch(mine[start : start + self.settings.micro_batch])
 
     def _batch(self, numbered: Sequence[tuple[int, Sample]]) -> dict[str, Any]:
-        """Filled up on the right, to a length that can be shared out. Labels stand where they are predicted."""
+        """Fill samples up on the right, to a length that can be shared out. Labels stand where they are predicted."""
         longest = max(len(sample.ids) for _, sample in numbered)
         length = -(-longest // self.sharers) * self.sharers
         rows = [(n, list(s.ids), list(s.labels), length - len(s.ids)) for n, s in numbered]
@@ -92,7 +92,7 @@ class Steps(torch.utils.data.IterableDataset[dict[str, Any]]):
 
 
 def _ahead(samples: Iterable[Sample], count: int) -> Iterator[list[Sample]]:
-    """So many samples at a time; the next are made while these are learned."""
+    """Yield so many samples at a time; the next are made while these are learned."""
     source = iter(samples)
     with ThreadPoolExecutor(1) as thread:
         coming = thread.submit(lambda: list(islice(source, count)))

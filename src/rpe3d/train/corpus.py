@@ -1,5 +1,4 @@
-"""Documents by number: text files and folders of them, .jsonl and .json files, a Hugging Face dataset by its name, or
-`python-topics`.
+"""Documents by number: text files, folders, .jsonl and .json files, a Hugging Face dataset, or `python-topics`.
 
 A text file comes in pieces, a .jsonl file by the places of its lines, a dataset lies on disk: none is in memory as a
 whole. A .json list is.
@@ -98,7 +97,7 @@ class TextFile:
 
 
 def _cut(block: bytes) -> int:
-    """Where a block is best cut: after its last line, else its last space, else between two characters."""
+    """Return where a block is best cut: after its last line, else its last space, else between two characters."""
     at = block.rfind(b"\n") + 1 or block.rfind(b" ") + 1
     if at:
         return at
@@ -229,7 +228,7 @@ class Corpus:
         return hashlib.sha256("\n".join(source.fingerprint() for source in self.sources).encode()).hexdigest()
 
     def __getitem__(self, number: int) -> tuple[Source, int]:
-        """The source that has a document, and its number there."""
+        """Return the source that has a document, and its number there."""
         at = bisect_right(self.ends, number)
         return self.sources[at], number - (self.ends[at - 1] if at else 0)
 
@@ -260,7 +259,7 @@ def _sources(name: str, split: str) -> Iterator[Source]:
 
 
 def _topics() -> Source:
-    """Python's language reference, which is on every machine: by topic, as texts and as questions with answers."""
+    """Return Python's language reference, which every machine has: by topic, as texts and as questions with answers."""
     from pydoc_data.topics import topics
 
     asked = "What does the Python language reference say about {}?"

@@ -10,6 +10,8 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from rpe3d.drawing.axes import RC, Paint, line, plain
+from rpe3d.drawing.palette import GREY, INK, OWN, SOFT, Style
 from rpe3d.train.folder import write
 
 Progress = Callable[[str, float, float], None]
@@ -47,17 +49,24 @@ def rows_of(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def draw_loss(rows: list[dict[str, Any]], title: str, path: Path) -> Path:
     """Draw the loss by step, and its mean over a twentieth of the run."""
+    import matplotlib
     from matplotlib.figure import Figure
 
     steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
     width = max(1, len(rows) // 20)
     means = [sum(part) / len(part) for i in range(len(losses)) if (part := losses[max(0, i - width + 1) : i + 1])]
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.add_subplot()
-    axes.plot(steps, losses, color="#BBBBBB", linewidth=1, label="a step")
-    axes.plot(steps, means, color="#D55E00", linewidth=2, label=f"mean of {width}")
-    axes.set(title=title, xlabel="step", ylabel="loss per token")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    figure.savefig(path, dpi=150)
+    paint: Paint = lambda colour: colour.light  # noqa: E731
+    with matplotlib.rc_context(RC):
+        figure = Figure(figsize=(7, 4), layout="constrained", facecolor="white")
+        axes = figure.add_subplot()
+        plain(axes, paint)
+        line(axes, paint, Style(GREY, width=1.0), steps, losses)
+        line(axes, paint, OWN, steps, means)
+        axes.lines[0].set_label("each step")
+        axes.lines[1].set_label(f"mean of {width}")
+        axes.set_title(title, loc="left", color=paint(INK))
+        axes.set_xlabel("step", color=paint(SOFT))
+        axes.set_ylabel("loss per token", color=paint(SOFT))
+        axes.legend(frameon=False, labelcolor=paint(INK))
+        figure.savefig(path, dpi=144)
     return path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from rpe3d.config import ConfigError
 from rpe3d.models import law_of
 from rpe3d.models.adapters import FILE
+from rpe3d.models.card import write_adapter_card
 from rpe3d.train.settings import Settings
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -53,12 +55,14 @@ def base_name(model: str) -> str:
 
 
 def _embeddings_and_norms(model: Any) -> list[str]:
-    """What LongLoRA trains besides: modules with parameters and "embed" or "norm" in their names, by the last part."""
+    """Return what LongLoRA trains besides, by the last part of its name: modules with "embed" or "norm" in it."""
     ends = {name.rpartition(".")[2] for name, module in model.named_modules() if list(module.parameters(recurse=False))}
     return sorted(end for end in ends if "embed" in end or "norm" in end)
 
 
-def save_trained(model: Any, folder: Path, state: dict[str, Any] | None = None) -> None:
+def save_trained(
+    model: Any, folder: Path, state: dict[str, Any] | None = None, training: Mapping[str, Any] | None = None
+) -> None:
     """Save an adapter with its law beside it, or a whole model with its law in its config, without asking the hub."""
     if not hasattr(model, "peft_config"):
         model.save_pretrained(folder, state_dict=state)
@@ -68,3 +72,4 @@ def save_trained(model: Any, folder: Path, state: dict[str, Any] | None = None) 
     model.save_pretrained(folder, state_dict=state, save_embedding_layers=False)
     text = json.dumps({"schema": 1, "law": law.to_dict()}, indent=2) + "\n"
     (folder / FILE).write_text(text, encoding="utf-8")
+    write_adapter_card(folder, law, model.peft_config["default"].base_model_name_or_path, training)

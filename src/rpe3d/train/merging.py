@@ -14,16 +14,30 @@ from rpe3d.models.adapters import adapter_law
 from rpe3d.models.extend import check_savable
 from rpe3d.models.load import Loaded, load
 
+CONFIG = "adapter_config.json"
+GIVE = "give the adapter folder of a `rpe3d train` run"
+UNFINISHED = "the run is not finished: the same `rpe3d train` command resumes it"
+
 
 def adapter_base(folder: Path) -> str:
     """Return the name of the model that an adapter was trained on."""
-    path = folder / "adapter_config.json"
+    path = folder / CONFIG
     try:
         return str(json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"])
     except FileNotFoundError:
-        raise ConfigError(f"{folder} holds no adapter", "give the adapter folder of a `rpe3d train` run") from None
+        raise ConfigError(f"{folder} holds no adapter", _where_instead(folder)) from None
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{path} is damaged ({error})", "copy the adapter again") from None
+
+
+def _where_instead(folder: Path) -> str:
+    """Find the adapter that was probably meant."""
+    if (folder / "adapter" / CONFIG).is_file():
+        return f"its adapter is {folder / 'adapter'}: give that folder"
+    if (folder / "run.json").is_file():
+        whole = (folder / "model").is_dir()
+        return f"the run trained a whole model, {folder / 'model'}, which needs no merging" if whole else UNFINISHED
+    return "it is a whole model, which needs no merging" if (folder / "config.json").is_file() else GIVE
 
 
 def merge(folder: Path, base: str | None = None, *, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Loaded:
@@ -31,7 +45,9 @@ def merge(folder: Path, base: str | None = None, *, dtype: torch.dtype = torch.b
     from peft import PeftModel
 
     if not folder.is_dir():
-        raise ConfigError(f"there is no folder {folder}", "give the adapter folder of a `rpe3d train` run")
+        raise ConfigError(f"there is no folder {folder}", GIVE)
+    if not (folder / CONFIG).is_file():
+        raise ConfigError(f"{folder} holds no adapter", _where_instead(folder))
     law = adapter_law(folder)
     name = base or adapter_base(folder)
     loaded = load(name, dtype=torch.float32, device="cpu", **options)

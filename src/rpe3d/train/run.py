@@ -10,12 +10,17 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from rpe3d.config import ConfigError, choice
+from rpe3d.geometry import Law, saved_law
 from rpe3d.models import extend, law_of, pretrained_length
+from rpe3d.models.adapters import FILE, adapter_law
+from rpe3d.models.card import public_name, write_model_card
+from rpe3d.models.carried import parameters_of
 from rpe3d.models.checkpoint import fingerprint
 from rpe3d.models.devices import has_cuda
 from rpe3d.models.extend import check_savable
@@ -100,7 +105,7 @@ def train(
 
 
 def _processes(kind: str) -> Any:
-    """This process among those that `accelerate launch` or torchrun started; None for one alone."""
+    """Return this process among those that `accelerate launch` or torchrun started; None for one alone."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return None
     from accelerate import PartialState
@@ -109,14 +114,14 @@ def _processes(kind: str) -> Any:
 
 
 def _place(state: Any, kind: str) -> Any:
-    """Where the weights are loaded to: what FSDP will divide must not be whole on one GPU first."""
+    """Return where the weights are loaded to: what FSDP will divide must not be whole on one GPU first."""
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         return "cpu"
     return kind if state is None or kind == "cpu" else state.device
 
 
 def _asked(settings: Settings, corpus: Corpus) -> dict[str, Any]:
-    """What makes a run this one and not another."""
+    """Return what makes a run this one and not another."""
     asked = {name: value for name, value in settings.to_dict().items() if name not in FREE}
     data = {"data": [base_name(name) for name in settings.data], "documents": len(corpus)}
     prints = {"model_sha256": fingerprint(settings.model), "data_sha256": corpus.fingerprint()}
@@ -126,19 +131,23 @@ def _asked(settings: Settings, corpus: Corpus) -> dict[str, Any]:
 def _prepared(
     settings: Settings, out: Path, corpus: Corpus, loaded: Loaded, device: str, bf16: bool, progress: Progress
 ) -> LawTrainer:
-    """The model under its law with what is trained of it, and its data, at the last checkpoint's place."""
+    """Return the model under its law with what is trained of it, and its data, at the last checkpoint's place."""
     from transformers import set_seed
 
     model: Any = loaded.model
     settings.spec.check(pretrained_length(model))
-    extend(model, settings.law, context=settings.context, **settings.parameters)
+    last = folder.last_checkpoint(out)
+    begun = None if last is None else law_in_checkpoint(last)
+    if begun is None:
+        extend(model, settings.law, context=settings.context, **settings.parameters)
+    else:  # defaults may have changed since the run began
+        extend(model, begun)
     if settings.method == "full":
         check_savable(model)
     model.config.use_cache = False
     set_seed(settings.seed)
     model = trainable(model, settings)
     index, count = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if _started() else (0, 1)
-    last = folder.last_checkpoint(out)
     place = {} if last is None else _place_of(last)
     steps = Steps(
         samples=_samples(settings, corpus, loaded.tokenizer, place),
@@ -153,8 +162,17 @@ def _prepared(
     return LawTrainer(model, arguments, steps, [Watch(out, progress)])
 
 
+def law_in_checkpoint(checkpoint: Path) -> Law | None:
+    """Return the law that a checkpoint was trained under; None where it names none."""
+    if (checkpoint / FILE).is_file():
+        return adapter_law(checkpoint)
+    content = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    parameters = parameters_of(SimpleNamespace(**content.get("text_config", content)))
+    return saved_law(parameters["law"]) if parameters and "law" in parameters else None
+
+
 def _reads_the_same(settings: Settings, corpus: Corpus, tokenizer: Any, last: Path | None) -> bool:
-    """Whether all that was learned until a checkpoint would be read again, so that data changed behind it alone."""
+    """Say whether all that was learned before a checkpoint would be read again, so that only later data changed."""
     if last is None:
         return False
     samples, read = iter(_samples(settings, corpus, tokenizer, {})), ""
@@ -190,7 +208,7 @@ def _samples(settings: Settings, corpus: Corpus, tokenizer: Any, place: Place) -
 
 @contextmanager
 def _attention(trainer: LawTrainer, model: Any, settings: Settings) -> Iterator[None]:
-    """Ours where the law, shifted sparse attention or shared sequences need it; else the model's own."""
+    """Return our attention if the law, shifted sparse attention or shared sequences need it; else the model's own."""
     law = law_of(model)
     assert law is not None
     parallel = trainer.steps.parallel
@@ -202,9 +220,16 @@ def _attention(trainer: LawTrainer, model: Any, settings: Settings) -> Iterator[
         yield
 
 
+def _told(settings: Settings) -> dict[str, Any]:
+    """Say what the result's card says of its training."""
+    shown = ("kind", "method", "rank", "alpha", "steps", "batch", "length", "learning_rate", "schedule", "seed")
+    names = ", ".join(map(public_name, settings.data))
+    return {"data": names} | {name.replace("_", " "): getattr(settings, name) for name in shown}
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what the Trainer says for developers."""
+    """Drop what the Trainer says for developers."""
     logger = logging.getLogger("transformers.trainer")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -215,7 +240,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _finish(trainer: LawTrainer, loaded: Loaded, settings: Settings, out: Path, result: Path, note: Any) -> None:
-    """A plot, and then the result under its name: once that is there, the run is over."""
+    """Write a plot, and then the result under its name: once that exists, the run is over."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     sharded = trainer.accelerator.get_state_dict(trainer.model) if trainer.is_fsdp_enabled else None
     if trainer.args.process_index == 0:
@@ -225,7 +250,9 @@ def _finish(trainer: LawTrainer, loaded: Loaded, settings: Settings, out: Path, 
             with folder.writing(str(result)):
                 made.mkdir()
                 model.config.use_cache = True
-                save_trained(model, made, sharded)
+                save_trained(model, made, sharded, _told(settings))
+                if settings.method == "full" and (law := law_of(loaded.model)):
+                    write_model_card(made, law, settings.model, training=_told(settings))
                 if loaded.tokenizer is not None:
                     loaded.tokenizer.model_max_length = settings.context
                     loaded.tokenizer.save_pretrained(made)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -150,9 +151,21 @@ class Settings:
         return {**values, "data": list(self.data)}
 
 
-def read_recipe(path: Path) -> dict[str, Any]:
-    """Read the keywords of `Settings` from a recipe. `about`, its title, is not one of them."""
-    hint = "give a JSON file such as those in recipes/"
+def recipes() -> dict[str, Any]:
+    """Return the files of the recipes that come with rpe3d, by name."""
+    found = [file for file in (files("rpe3d.train") / "recipes").iterdir() if file.name.endswith(".json")]
+    return {file.name.removesuffix(".json"): file for file in sorted(found, key=lambda file: file.name)}
+
+
+def read_recipe(given: Path) -> dict[str, Any]:
+    """Read the keywords of `Settings` from a recipe: a file, or one that comes with rpe3d, by its name.
+
+    `about`, its title, is not one of them.
+    """
+    hint = "give a JSON file, or the name of a recipe that comes with rpe3d"
+    path: Any = given
+    if not given.exists() and given.parent == Path() and given.suffix != ".json":
+        path = recipes()[choice("recipe", str(given), recipes())]
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -40,7 +40,7 @@ def shifted(
 def _grouped(
     x: list[Tensor], sinks: Tensor | None, group: int, start: int, attend: Attend, by_position: bool
 ) -> Tensor:
-    """Causal attention in groups, as rows of a batch. A last group that is not full is filled up behind its tokens."""
+    """Run causal attention in groups, as rows of a batch. A last group that is not full is filled up at its end."""
     b, h, t, _ = x[0].shape
     count = -(-t // group)
     q, k, v = (

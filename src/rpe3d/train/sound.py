@@ -28,7 +28,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether all numbers of all tensors are finite; waits for the device once."""
+    """Say whether all numbers of all tensors are finite; waits for the device once."""
     checked = [_local(x).isfinite().all() for x in tensors if x.is_floating_point()]
     return not checked or bool(torch.stack([x.to(checked[0].device) for x in checked]).all())
 

@@ -1,5 +1,7 @@
-"""transformers' Trainer on our batches: a loss, a gradient or a weight that is not finite stops it, its checkpoints are
-whole or absent."""
+"""transformers' Trainer on our batches.
+
+A loss, a gradient or a weight that is not finite stops it, and its checkpoints are whole or absent.
+"""
 
 from __future__ import annotations
 
@@ -137,7 +139,7 @@ class LawTrainer(Trainer):  # type: ignore[misc]
         save_trained(self.accelerator.unwrap_model(self.model), target, state_dict)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Written under another name, then renamed: whoever comes after a kill finds whole ones only."""
+        """Write under another name, then rename: whoever comes after a kill finds whole checkpoints only."""
         out, step = Path(self.args.output_dir), self.state.global_step
         self.check_weights(step)
         made = out / folder.UNFINISHED / f"checkpoint-{step}"

@@ -95,7 +95,7 @@ class Windows:
             yield Sample(ids=ids, labels=ids, name=name, after=self._place())
 
     def _filled(self, lane: Lane, tokens: int) -> bool:
-        """Whether the lane has a whole window, of one document or of several that are joined."""
+        """Say whether the lane has a whole window, of one document or of several that are joined."""
         while not lane.fill(tokens):
             self.barren += 1
             if self.barren > 2 * len(self.corpus) and not (self.pack and lane.held):
@@ -110,7 +110,7 @@ class Windows:
         return True
 
     def _following(self) -> int:
-        """The next document of the epoch, or the first of the next epoch."""
+        """Return the next document of the epoch, or the first of the next epoch."""
         if self.next == len(self.order):
             self.epoch, self.next = self.epoch + 1, 0
             self.order = shuffled(len(self.corpus), self.seed, self.epoch)
