@@ -37,14 +37,15 @@ def test_every_law_has_a_rate_of_reading_and_one_of_writing(folder, tmp_path, ca
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        (["--laws", "3d-rpe,3d-rpe"], "3d-rpe, 3d-rpe are not all different"),
+        (["--laws", "3d-rpe,3d-rpe"], "law '3d-rpe' is given twice"),
+        (["--laws", "stock=3d-rpe"], "law 'stock' is given twice"),
         (["--length", "1"], "--length is 1"),
         (["--repeat", "0"], "--repeat is 0"),
         (["--laws", "3d"], "law '3d' is not known"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(given, problem, folder, capsys):
-    code, said, hint = refusal(capsys, "bench", folder, "--device", "cpu", *given)
+def test_what_cannot_be_measured_is_refused_before_the_model_is_looked_for(given, problem, capsys):
+    code, said, hint = refusal(capsys, "bench", "/nowhere/at/all", "--device", "cpu", *given)
     assert code == 1
     assert said.startswith(problem)
     assert hint

@@ -17,6 +17,7 @@ import torch
 import rpe3d
 from rpe3d.cli import VERBS, main
 from rpe3d.cli.arguments import replacing, size
+from rpe3d.cli.terminal import times
 from rpe3d.config import ConfigError
 from rpe3d.models.failures import explained
 
@@ -182,6 +183,18 @@ def test_doctor_says_what_runs_under_every_law(capsys, tmp_path):
     assert {row["prefill"] for row in on_cpu.values()} == {"blocked (cpu)"}
     assert {row["rotation"] for row in on_cpu.values()} == {"reference"}
     assert all(row["decode_reason"] for row in on_cpu.values())
+    for reason in {row["decode_reason"] for row in report["rows"]}:
+        assert captured.out.count(reason) == 1
+    assert f"all {len(on_cpu)}" in captured.out
+
+
+@pytest.mark.parametrize(
+    ("passed", "left", "shown"),
+    [(181, 7.4, "0:03:01, 0:00:07 left"), (181, None, "0:03:01"), (3725.6, 0.0, "1:02:06"), (None, None, "0:00:00")],
+)
+def test_the_bar_says_what_has_passed_and_what_is_left(passed, left, shown):
+    """`0:03:01 left 0:00:00` was read as three minutes left."""
+    assert times(passed, left) == shown
 
 
 @pytest.fixture(scope="module")

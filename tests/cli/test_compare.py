@@ -55,8 +55,8 @@ def test_the_table_is_data_and_the_rest_is_not(folder, tmp_path, capsys):
         "chunk": 8,
         "window": 16,
         "reach": 64,
-        "focus": 0.0,
-        "fade": 0.0,
+        "focus": 2.0,
+        "fade": 0.125,
         "sinks": 0,
     }
     assert [p.name for p in tmp_path.iterdir()] == ["r.json"]
@@ -141,7 +141,9 @@ def test_differences_have_intervals_from_three_windows_on_that_do_not_overlap(fo
 def test_the_report_lies_beside_its_results(folder, tmp_path, capsys, monkeypatch):
     from rpe3d.evaluate import report
 
-    monkeypatch.setattr(report, "write_report", lambda results, place: [place / f"{len(results['rows'])}.html"])
+    monkeypatch.setattr(
+        report, "write_report", lambda results, place, against: [place / f"{len(results['rows'])}.html"]
+    )
     out = tmp_path / "new" / "report"
     assert run(folder, "--laws", "rope", *SMALL, "--measures", "ppl", "--report", out) == 0
     assert capsys.readouterr().err.splitlines()[-1] == f"wrote {out / 'compare.json'}, {out / '2.html'}"
@@ -197,6 +199,36 @@ def test_a_file_that_is_no_results_file_is_kept(folder, tmp_path, capsys):
     assert (tmp_path / "mine").read_text() == "mine"
 
 
+@pytest.mark.parametrize("columns", ["80", None])
+def test_differences_fit_a_terminal_and_stay_whole_in_a_pipe(folder, capsys, monkeypatch, columns):
+    """At 80 columns the law and the length were gone."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns:
+        monkeypatch.setenv("COLUMNS", columns)
+    near = "near=3d-rpe:chunk=8,window=16,reach=64"
+    assert run(folder, "--laws", f"rope,{near}", "--lengths", "256,512", "--windows", "3", "--copies", "3",
+               "--passkeys", "3", "--against", "rope", "--device", "cpu") == 0  # fmt: skip
+    table = capsys.readouterr().out.split("less rope")[1].splitlines()
+    rows = [line.split() for line in table if line.split()[:1] == ["near"]]
+    assert [row[:2] for row in rows] == [["near", "256"], ["near", "512"]] * (1 if columns is None else 0) + (
+        [["near", "256"]] * 4 + [["near", "512"]] * 4 if columns else []
+    )
+    assert all(".." in row for row in rows)
+    assert columns is None or max(map(len, table)) <= 80
+
+
+def test_a_checkpoint_of_its_own_law_is_told_that_it_is_replaced(folder, tmp_path, capsys):
+    out = tmp_path / "long"
+    assert main(["extend", str(folder), "--context", "1k", "--out", str(out)]) == 0
+    few = ("--lengths", "256", "--windows", "1", "--measures", "ppl", "--device", "cpu")
+    assert run(out, "--laws", "rope", *few) == 0
+    said = capsys.readouterr().err
+    assert "the checkpoint's own law (3d-rpe from 256 to 1024 tokens, chunk 16, window 80" in said
+    assert "is replaced by those that are measured" in said
+    assert main(["eval", str(out), "--tasks", "copy", "--copies", "1", "--length", "512", "--device", "cpu"]) == 0
+    assert "is replaced" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("argv", [["--lengths", "8q"], ["--windows", "x"], ["--dtype", "int8"], ["--lengths", ""]])
 def test_wrong_usage_exits_with_2_without_torch(capsys, argv):
     assert fails(capsys, "default", *argv)[0] == 2
@@ -218,8 +250,9 @@ def test_laws_are_names_names_with_parameters_and_files(tmp_path):
         LawSpec(
             label="mine",
             name="3d-rpe",
-            parameters={"chunk": 16, "window": 80, "reach": 128, "focus": 0.0, "fade": 0.0, "sinks": 0},
+            parameters={"chunk": 16, "window": 80, "reach": 128, "focus": 2.0, "fade": 0.125, "sinks": 0},
             pretrained=256,
+            context=1024,
         ),
     ]  # fmt: skip
 

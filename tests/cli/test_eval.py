@@ -160,6 +160,7 @@ def test_a_template_without_a_system_turn_is_said_where_one_is_needed(data, tmp_
         (["--tasks", "passkey", "--length", "100"], "length is 100, outside [256,"),
         (["--tasks", "passkey", "--protocol", "press"], "protocol 'press' is not known"),
         (["--tasks", "passkey", "--limit", "0"], "limit is 0, outside [1,"),
+        (["--tasks", "passkey", "--chat", "lama2"], "chat 'lama2' is not known"),
         (["--tasks", "passkey", "--json", "none/r.json"], "there is no folder none"),
         (["--tasks", "longbench:lcc", "--data", "none"], "there is no folder none"),
         (["--tasks", "ppl:pg19"], "ppl:pg19 has no texts: --data is not given"),

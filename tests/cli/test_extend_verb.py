@@ -54,9 +54,10 @@ def extended(folder, out, *more):
 def test_weights_are_copied_byte_for_byte_and_the_config_carries_the_law(tmp_path, dtype, how):
     folder = checkpoint(tmp_path / "model", dtype, **how)
     out = extended(folder, tmp_path / "long")
-    changed = {"config.json", "tokenizer_config.json"}
+    changed = {"config.json", "tokenizer_config.json", "README.md"}
     names = {path.name for path in folder.iterdir()} - {"consolidated.00.pth", ".cache"}
-    assert {path.name for path in out.iterdir()} == names
+    assert {path.name for path in out.iterdir()} == names | {"README.base.md"}
+    assert (out / "README.base.md").read_text() == "mine"
     assert (sum(name.endswith(".safetensors") for name in names) > 1) == ("max_shard_size" in how)
     for name in names - changed:
         assert (out / name).read_bytes() == (folder / name).read_bytes(), name
@@ -86,6 +87,85 @@ def test_a_copy_can_be_extended_again(tmp_path):
     folder = checkpoint(tmp_path / "model", torch.bfloat16)
     out = extended(extended(folder, tmp_path / "once"), tmp_path / "twice", "--law", "3d-rpe")
     assert (out / "config.json").read_bytes() == (tmp_path / "once" / "config.json").read_bytes()
+
+
+def test_a_checkpoint_has_a_model_card_and_keeps_the_card_of_its_base(tmp_path, capsys):
+    """No path of this machine is in it; what the base says of its license stays."""
+    folder = checkpoint(tmp_path / "model", torch.bfloat16)
+    (folder / "README.md").write_text("---\nlicense: apache-2.0\n---\n# Base\n")
+    out = extended(folder, tmp_path / "long")
+    said = capsys.readouterr().err.splitlines()
+    assert said[-2] == "3d-rpe from 256 to 1024 tokens, chunk 16, window 32, reach 64, focus 2, fade 0.125, sinks 0"
+    card = (out / "README.md").read_text()
+    assert str(tmp_path) not in card
+    assert "license: apache-2.0" in card
+    assert "| reach | 64 |" in card
+    assert "import rpe3d" in card
+    assert (out / "README.base.md").read_text().endswith("# Base\n")
+    again = extended(out, tmp_path / "again")
+    assert (again / "README.base.md").read_text().endswith("# Base\n")
+    assert "# long, 1024 tokens" in (again / "README.md").read_text()
+
+
+def test_law_parameters_are_refused_before_the_weights_are_read(tmp_path, capsys, monkeypatch):
+    """The config alone tells the lengths."""
+    folder = checkpoint(tmp_path / "model", torch.bfloat16)
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", lambda *_, **__: pytest.fail("read"))
+    for verb, more in (
+        ("extend", ["--context", "1k", "--law", "3d-rpe:reach=8", "--out", tmp_path / "o"]),
+        ("compare", ["--laws", "rope,3d-rpe:reach=8", "--lengths", "512"]),
+        ("eval", ["--laws", "3d-rpe:reach=8", "--lengths", "512", "--tasks", "ppl"]),
+        ("bench", ["--law", "3d-rpe:reach=8", "--length", "512"]),
+    ):
+        code, problem, _ = refusal(capsys, verb, folder, *more)
+        assert (code, problem) == (1, "reach is 8, below window + chunk = 32"), verb
+    code, problem, _ = refusal(capsys, "tune", folder, "--context", "100", "--out", tmp_path / "law.json")
+    assert (code, problem) == (1, "context is 100, below the pretrained length 256")
+
+
+@pytest.mark.parametrize(
+    ("more", "problem"),
+    [
+        (["--law", "3d-rpe:chunk=16", "--chunk", "32"], "chunk is given twice: in --law 3d-rpe:chunk=16,"),
+        (["--law", "3d-rpe:chunk=16,chunk=32"], "chunk is given twice in '3d-rpe:chunk=16,chunk=32'"),
+        (["--chunk", "16", "--set", "chunk=32"], "chunk is given twice"),
+        (["--set", "fade=0", "--set", "fade=1"], "fade is given twice"),
+    ],
+)
+def test_a_parameter_is_given_once(capsys, tmp_path, more, problem):
+    """Of two values one would be dropped without a word."""
+    argv = ("extend", "/nowhere/at/all", "--context", "1k", "--out", tmp_path / "o")
+    for verb in (argv, ("generate", "/nowhere/at/all", "x")):
+        code, said, hint = refusal(capsys, *verb, *more)
+        assert code == 1
+        assert said.startswith(problem)
+        assert hint.startswith("give it once")
+
+
+def test_a_law_file_yields_to_an_option(tmp_path):
+    """A file is a starting point, as a recipe is."""
+    folder = checkpoint(tmp_path / "model", torch.bfloat16)
+    made = rpe3d.make_law("3d-rpe", pretrained=256, context=1024, head_dim=16, chunk=8, window=32)
+    (tmp_path / "law.json").write_text(made.json)
+    out = extended(folder, tmp_path / "long", "--law", str(tmp_path / "law.json"))
+    assert json.loads((out / "config.json").read_text())["rope_parameters"]["law"]["chunk"] == LAW["chunk"]
+
+
+def test_a_law_that_is_replaced_is_said(tmp_path, capsys):
+    """The defaults would else take the place of what was tuned, without a word."""
+    once = extended(checkpoint(tmp_path / "model", torch.bfloat16), tmp_path / "once")
+    extended(once, tmp_path / "same")
+    assert "carried (" not in capsys.readouterr().err
+    assert main(["extend", str(once), "--context", "1k", "--out", str(tmp_path / "twice")]) == 0
+    assert f"note: the law that {once} carried (3d-rpe from 256 to 1024 tokens, chunk 16" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["extend", "merge"])
+def test_a_place_that_cannot_be_written_to_is_refused_before_any_work(tmp_path, capsys, verb):
+    (tmp_path / "file").write_text("mine")
+    more = ("--context", "1k") if verb == "extend" else ()
+    argv = (verb, "/nowhere/at/all", "--out", tmp_path / "file" / "new", *more)
+    assert refusal(capsys, *argv) == (1, f"{tmp_path / 'file'} is a file, not a folder", "give --out another place")
 
 
 def test_another_type_is_written_where_it_is_asked_for(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 from refusal import refusal
@@ -56,8 +58,32 @@ def test_the_weights_are_rounded_once_by_default(adapter, tmp_path):
 def test_what_is_no_adapter_is_refused(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     code, problem, _ = refusal(capsys, "merge", tmp_path / "empty", "--out", tmp_path / "m")
-    assert (code, problem) == (1, f"{tmp_path / 'empty'} has no rpe3d.json, so it was not trained under a law")
+    assert (code, problem) == (1, f"{tmp_path / 'empty'} holds no adapter")
     assert not (tmp_path / "m").exists()
+
+
+def test_a_run_is_told_from_its_adapter(adapter, tmp_path, capsys):
+    """`merge runs/a` says which folder was meant; a whole model needs no merging."""
+    run = tmp_path / "run"
+    shutil.copytree(adapter, run / "adapter")
+    _, problem, hint = refusal(capsys, "merge", run, "--out", tmp_path / "m")
+    assert (problem, hint) == (f"{run} holds no adapter", f"its adapter is {run / 'adapter'}: give that folder")
+    (run / "run.json").write_text("{}")
+    shutil.rmtree(run / "adapter")
+    assert "the same `rpe3d train` command resumes it" in refusal(capsys, "merge", run, "--out", tmp_path / "m")[2]
+    (run / "model").mkdir()
+    assert "needs no merging" in refusal(capsys, "merge", run, "--out", tmp_path / "m")[2]
+
+
+def test_an_adapter_has_a_card_without_a_path_of_this_machine(adapter, tmp_path, capsys):
+    """PEFT writes an empty template with the base's path."""
+    card = (adapter / "README.md").read_text()
+    assert "More Information Needed" not in card
+    assert str(adapter.parent.parent) not in card
+    assert "load_adapter(base" in card
+    assert "rpe3d merge" in card
+    assert main(["merge", str(adapter), "--out", str(tmp_path / "m")]) == 0
+    assert "`rpe3d merge` added an adapter" in (tmp_path / "m" / "README.md").read_text()
 
 
 def test_a_base_of_another_length_is_refused(adapter, tmp_path, capsys):

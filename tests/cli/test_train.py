@@ -78,6 +78,14 @@ def test_options_go_before_the_recipe_and_the_rest_is_left_to_the_defaults(tmp_p
         (["lm", "m", "--data", "d"], "--context is missing"),
         (["lm", "m", "--data", "d", "--context", "8k", "--law", "rop"], "law 'rop' is not known"),
         (["lm", "m", "--data", "d", "--context", "8k", "--method", "x"], "method 'x' is not known"),
+        (
+            ["lm", "m", "--data", "d", "--context", "8k", "--method", "full", "--lora-plus"],
+            "--lora-plus is given with --method full",
+        ),
+        (
+            ["lm", "m", "--data", "d", "--context", "8k", "--law", "3d-rpe:chunk=16", "--chunk", "32"],
+            "chunk is given twice: in --law 3d-rpe:chunk=16, and as an option",
+        ),
         (["lm", "m", "--data", "/nowhere", "--context", "8k"], "there is no file or folder /nowhere"),
         (["lm", "--recipe", "none.json"], "cannot read the recipe none.json: No such file or directory"),
     ],

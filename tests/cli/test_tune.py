@@ -12,9 +12,10 @@ import rpe3d
 import tiny_lm
 from rpe3d.cli import main
 from rpe3d.cli.arguments import law
-from rpe3d.evaluate import effective
+from rpe3d.evaluate import effective, tune
 from rpe3d.evaluate.effective import Distance
 from rpe3d.geometry.laws.bounded import FADE, FOCUS
+from rpe3d.models.load import load
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -147,6 +148,28 @@ def test_a_law_file_is_replaced_only_when_asked(folder, tmp_path, capsys, monkey
 def test_bad_input_is_refused_before_the_model_is_looked_for(capsys, argv, problem):
     code, said, _ = fails(capsys, "/nowhere/at/all", *argv)
     assert (code, said) == (1, problem)
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_the_work(folder, tmp_path, capsys):
+    (tmp_path / "law.json").mkdir()
+    code, problem, _ = fails(capsys, folder, "--context", "1k", "--out", tmp_path / "law.json", "--overwrite")
+    assert (code, problem) == (1, f"{tmp_path / 'law.json'} is not a regular file")
+
+
+def test_python_has_the_same_route(folder, tmp_path, monkeypatch):
+    """`tune` in Python gives the law of the verb, which `extend` takes, and writes the same file."""
+    assert run(folder, "--context", "1k", "--out", tmp_path / "verb.json", "--trials", "1", "--device", "cpu") == 0
+    loaded = load(str(folder), device="cpu")
+    tuned = tune(loaded.model, loaded.tokenizer, context=1024, trials=1)
+    written = json.loads(tuned.write(tmp_path / "law.json").read_text())
+    verb = json.loads((tmp_path / "verb.json").read_text())
+    unlike = {"command", "model"}
+    for content in (written, verb):
+        content["measured"] = {name: value for name, value in content["measured"].items() if name not in unlike}
+    assert written == verb
+    assert rpe3d.law_of(loaded.model) is None
+    rpe3d.extend(loaded.model, tmp_path / "law.json")
+    assert rpe3d.law_of(loaded.model) == tuned.law
 
 
 def test_a_context_below_the_pretrained_length_is_refused_before_measuring(folder, tmp_path, capsys):

@@ -52,7 +52,7 @@ def test_versions(version, fine):
     [
         (config(model_type="gemma2"), "type 'gemma2'"),
         (config(sliding_window=32), "sees 32 tokens back"),
-        (config(law("dynamic")), "dynamic NTK"),
+        (config(law("dynamic")), "dynamic changes its frequencies"),
         (SimpleNamespace(model_type="llama", rope_parameters={"rope_type": "default"}), "carries no law"),
     ],
 )

@@ -23,7 +23,9 @@ LAWS = {
     "linear": {},
     "ntk": {},
     "yarn": {},
-    "3d-rpe": {"chunk": 16, "window": 32, "reach": 64},
+    "cope": {},
+    "logn": {},
+    "3d-rpe": {"chunk": 16, "window": 32, "reach": 64, "focus": 0, "fade": 0},
     "3d-rpe-definition": {"phi_base": 1.5},
     "3d-rpe-dual-chunk": {"phi_base": 1.5},
     "dca": {},
@@ -33,6 +35,7 @@ LAWS = {
     "streaming-llm": {},
     "string": {"attention_factor": 1.07},
     "dpe": {},
+    "lampe": {},
 }
 
 

@@ -26,7 +26,7 @@ class Cost(NamedTuple):
 
 
 def cost(law: Law) -> Cost:
-    """The cost of `law` in the blocked implementation (`rpe3d.attention.blocked`)."""
+    """Return the cost of `law` in the blocked implementation (`rpe3d.attention.blocked`)."""
     regions, everything = law.regions, range(law.context)
     copied = 2 * law.rotary.head_dim
     query = copied * min(ROWS, law.context) if not all(region.query.is_stock for region in regions) else 0

@@ -31,7 +31,7 @@ CHANGED = Colour("#cfe3f5", "#1d4566")
 
 
 def draw_circle(figure: Any, table: Table, paint: Paint) -> None:
-    """Figure 1 (a)."""
+    """Draw Figure 1 (a)."""
     axes = figure.subplots()
     flat(axes)
     turn = [math.radians(step) for step in range(361)]
@@ -53,7 +53,7 @@ def draw_circle(figure: Any, table: Table, paint: Paint) -> None:
 
 
 def draw_decay(figure: Any, table: Table, paint: Paint) -> None:
-    """Figure 1 (c)(d): one panel each, the claimed floor dotted, and what the claim comes to in words."""
+    """Draw Figure 1 (c)(d): one panel each, the claimed floor dotted, and what the claim comes to in words."""
     laws = table.kinds("law")
     every = figure.subplots(len(laws), 1, sharex=True, sharey=True)
     titles = {
@@ -85,7 +85,7 @@ def draw_decay(figure: Any, table: Table, paint: Paint) -> None:
 
 
 def draw_interpolation(figure: Any, table: Table, paint: Paint) -> None:
-    """Figure 1 (e)(f)."""
+    """Draw Figure 1 (e)(f)."""
     left, right = figure.subplots(1, 2)
     shapes = {"linear": "o", "3d-rpe-definition": "s", "3d-rpe": "^"}
     sizes = {law: (6, paint(LAWS[law].style.colour)) for law in shapes} | {"3d-rpe-definition": (13, "none")}
@@ -121,7 +121,7 @@ def draw_interpolation(figure: Any, table: Table, paint: Paint) -> None:
 
 
 def draw_chunking(figure: Any, table: Table, paint: Paint) -> None:
-    """Figure 2: the tokens above, and below a circle for each chunk with h, h⊥ and the turned vectors."""
+    """Draw Figure 2: the tokens above, and below a circle for each chunk with h, h⊥ and the turned vectors."""
     above, *circles = figure.subplot_mosaic([["t", "t", "t"], ["0", "1", "2"]], height_ratios=[1, 3]).values()
     above.axis("off")
     above.set_xlim(-0.6, len(table.rows) - 0.4)
@@ -157,7 +157,7 @@ def _arrow(axes: Any, x: float, y: float, colour: str, width: float) -> None:
 
 
 def draw_matrices(figure: Any, table: Table, paint: Paint) -> None:
-    """Figure 3: a cell says the pair as printed or as defined, or the one position shown."""
+    """Draw Figure 3: a cell says the pair as printed or as defined, or the one position shown."""
     titles = {
         "printed": "as printed: (distance div c, mod c)",
         "definition": "as Definition 1 gives it: (i - j, m - n)",
@@ -197,7 +197,7 @@ def draw_matrices(figure: Any, table: Table, paint: Paint) -> None:
 
 
 def draw_positions(figure: Any, table: Table, paint: Paint) -> None:
-    """Small multiples, one law each; stock RoPE in all of them as the line to compare with."""
+    """Draw small multiples, one law each; stock RoPE in all of them as the line to compare with."""
     laws = table.kinds("law")
     pretrained, context = table.column("pretrained")[0], max(table.column("distance")) + 1
     every = figure.subplots(math.ceil(len(laws) / 5), 5, sharex=True, sharey=True).flatten()
@@ -229,7 +229,7 @@ def draw_positions(figure: Any, table: Table, paint: Paint) -> None:
 
 
 def draw_regions(figure: Any, table: Table, paint: Paint) -> None:
-    """One strip for each law, from the nearest key to the farthest."""
+    """Draw one strip for each law, from the nearest key to the farthest."""
     axes = figure.subplots()
     plain(axes, paint)
     laws, context = table.kinds("law"), max(table.column("last")) + 1

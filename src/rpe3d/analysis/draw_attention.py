@@ -16,7 +16,7 @@ MARKED = 23
 
 
 def draw_attention(figure: Any, table: Table, paint: Paint) -> None:
-    """Left the pairs by region, in the middle the calls by number, right the parts of one query and their sum."""
+    """Draw the pairs by region (left), the calls by number (middle), the parts of one query and their sum (right)."""
     regions, calls, merge = figure.subplot_mosaic([["r", "c", "m"]], width_ratios=[1, 1, 0.9]).values()
     figure.get_layout_engine().set(wspace=0.1)
     for axes, title in (

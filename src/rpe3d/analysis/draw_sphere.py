@@ -18,7 +18,7 @@ CHUNKS = ((BLUE, "o"), (ORANGE, "s"), (GREEN, "^"))
 
 
 def project(point: Sequence[float]) -> tuple[float, float, float]:
-    """Right, up, and towards the eye."""
+    """Return right, up, and towards the eye."""
     x, y, z = point
     across = x * math.cos(AZIMUTH) + y * math.sin(AZIMUTH)
     return (
@@ -29,7 +29,7 @@ def project(point: Sequence[float]) -> tuple[float, float, float]:
 
 
 def globe(axes: Any, paint: Paint) -> None:
-    """The outline, the equator, two meridians and the axis."""
+    """Draw the outline, the equator, two meridians and the axis."""
     flat(axes)
     turn = [math.radians(step) for step in range(0, 361, 2)]
     axes.fill([math.cos(t) for t in turn], [math.sin(t) for t in turn], color=paint(BAND), linewidth=0, zorder=0)
@@ -44,7 +44,7 @@ def globe(axes: Any, paint: Paint) -> None:
 
 
 def flat(axes: Any) -> None:
-    """Axes for a drawing: no numbers, one scale."""
+    """Set axes for a drawing: no numbers, one scale."""
     axes.set_aspect("equal")
     axes.set_xlim(-1.3, 1.3)
     axes.set_ylim(-1.3, 1.3)
@@ -54,7 +54,7 @@ def flat(axes: Any) -> None:
 def path(
     axes: Any, paint: Paint, points: Iterable[Point], colour: Colour, *, width: float = 1.4, through: bool = False
 ) -> None:
-    """A line over the sphere, faint behind it; `through` it in one strength."""
+    """Draw a line over the sphere, faint behind it; `through` it in one strength."""
     places = [project(point) for point in points]
     for front in (False, True):
         x = [x if through or (depth >= 0) == front else math.nan for x, _, depth in places]
@@ -64,7 +64,7 @@ def path(
 
 
 def mark(axes: Any, paint: Paint, point: Sequence[float], colour: Colour, shape: str = "o", size: float = 5) -> None:
-    """A point on the sphere."""
+    """Draw a point on the sphere."""
     x, y, depth = project(point)
     axes.plot(
         [x], [y], shape, color=paint(colour), markersize=size, markeredgecolor=paint(PAGE), markeredgewidth=0.7,
@@ -73,14 +73,14 @@ def mark(axes: Any, paint: Paint, point: Sequence[float], colour: Colour, shape:
 
 
 def words(axes: Any, paint: Paint, text: str, point: Sequence[float], away: float = 1.16, **look: Any) -> None:
-    """Words beside a point, `away` times as far from the middle."""
+    """Write words beside a point, `away` times as far from the middle."""
     x, y, _ = project(point)
     look = {"ha": "center", "va": "center", "color": paint(INK), "size": TEXT} | look
     axes.text(x * away, y * away, text, zorder=5, **look)
 
 
 def draw_sphere(figure: Any, table: Table, paint: Paint) -> None:
-    """Figure 1 (b): the phase as the figure needs it, and as it is printed."""
+    """Draw Figure 1 (b): the phase as the figure needs it, and as it is printed."""
     every = figure.subplots(1, 2)
     for axes, base in zip(every, table.kinds("phi_base"), strict=True):
         globe(axes, paint)
@@ -105,7 +105,7 @@ def draw_sphere(figure: Any, table: Table, paint: Paint) -> None:
 
 
 def draw_bloch(figure: Any, table: Table, paint: Paint) -> None:
-    """Supplement A: the state with its two angles, and the chunks of 3D-RPE on the zero meridian."""
+    """Draw Supplement A: the state with its two angles, and the chunks of 3D-RPE on the zero meridian."""
     axes = figure.subplots()
     globe(axes, paint)
     rows = {row[0]: row for row in table.rows}
@@ -134,7 +134,7 @@ def draw_bloch(figure: Any, table: Table, paint: Paint) -> None:
 
 
 def _along(here: Point, there: Point) -> list[Point]:
-    """The parallel between two points of the same height."""
+    """Return the parallel between two points of the same height."""
     first, last = math.atan2(here[1], here[0]), math.atan2(there[1], there[0])
     turn = (last - first) % math.tau
     radius = math.hypot(here[0], here[1])

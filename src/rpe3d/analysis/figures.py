@@ -40,7 +40,7 @@ FIGURES: Mapping[str, Figure] = {
 
 
 def picture(figure: Figure, table: Table, scheme: str, form: str) -> bytes:
-    """The drawing as `svg` or `png`, for `light` or `dark` pages. The same table gives the same bytes."""
+    """Return the drawing as `svg` or `png`, for `light` or `dark` pages. The same table gives the same bytes."""
     import matplotlib
     from matplotlib.figure import Figure as Canvas
 
@@ -60,7 +60,7 @@ def picture(figure: Figure, table: Table, scheme: str, form: str) -> bytes:
 
 
 def files(names: Iterable[str]) -> Iterator[tuple[str, bytes]]:
-    """The files of the named figures: CSV, and SVG and PNG in light and dark; at the end a page with all of them."""
+    """Return the files of the named figures: CSV, SVG and PNG in light and dark, and last a page with all of them."""
     tables = {}
     for name in names:
         figure = FIGURES[name]

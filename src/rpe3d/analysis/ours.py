@@ -13,7 +13,7 @@ MODEL: dict[str, Any] = {"pretrained": 8192, "context": 65536, "head_dim": 64, "
 
 
 def positions(points: int = 1024) -> Table:
-    """The relative position shown in the fastest and in the slowest plane against distance, for every law."""
+    """Return the relative position shown in the fastest and in the slowest plane against distance, for every law."""
     rows = []
     for name in LAWS:
         law = make_law(name, **MODEL)
@@ -31,7 +31,7 @@ def positions(points: int = 1024) -> Table:
 
 
 def regions() -> Table:
-    """Which distances are exact, compressed, unseen or not attended to, for the last query under every law."""
+    """Return which distances are exact, compressed, unseen or not attended to, for the last query under every law."""
     rows = []
     for name in LAWS:
         law = make_law(name, **MODEL)
@@ -47,8 +47,8 @@ def regions() -> Table:
 
 
 def attention() -> Table:
-    """The library calls that compute a short text under 3D-RPE (`rpe3d.attention.blocked`), piece by piece."""
-    law = make_law("3d-rpe", pretrained=16, context=24, head_dim=64, chunk=4, window=4, reach=16)
+    """Return the library calls that compute a short text under 3D-RPE (`rpe3d.attention.blocked`), piece by piece."""
+    law = make_law("3d-rpe", pretrained=16, context=24, head_dim=64, chunk=4, window=4, reach=16, focus=0, fade=0)
     tokens = range(law.context)
     calls = [call for block in schedule(law.regions, tokens, tokens, 16) for call in block.calls]
     rows = [

@@ -22,7 +22,7 @@ FLOOR = 5.0
 
 
 def circle(plane: int = 10) -> Table:
-    """Figure 1 (a): a token at position p stands at the angle p θ_l of a circle (eq. 2)."""
+    """Compute Figure 1 (a): a token at position p stands at the angle p θ_l of a circle (eq. 2)."""
     law = make_law("rope", **SMALL)
     position = torch.arange(law.context)
     angle = _turn(law, position, plane)
@@ -44,7 +44,7 @@ def circle(plane: int = 10) -> Table:
 
 
 def sphere(plane: int = 4) -> Table:
-    """Figure 1 (b): longitude m θ_l within a chunk, and the chunk's phase as the angle from the pole, 2 φ_j (eq. 1)."""
+    """Compute Figure 1 (b): longitude m θ_l within a chunk, and its phase as the angle from the pole, 2 φ_j (eq. 1)."""
     rows = []
     for base in (2.0, 10000.0):
         law = _definition(chunk=8, phi_base=base)
@@ -63,7 +63,7 @@ def sphere(plane: int = 4) -> Table:
 
 
 def decay(context: int = 8000) -> Table:
-    """Figure 1 (c)(d): the bound E of eq. 7 for the last query, at every distance; RoPE and each form of 3D-RPE.
+    """Compute Figure 1 (c)(d): the bound E of eq. 7 for the last query, at every distance; RoPE and all 3D-RPE.
 
     The paper's c = 1000 divides the context, so that the last query sees the offsets m - n = 0 .. 999 of each chunk.
     """
@@ -84,7 +84,7 @@ def decay(context: int = 8000) -> Table:
 
 
 def interpolation() -> Table:
-    """Figure 1 (e)(f), Theorem 1: how far apart neighbours are shown when n chunks, or all positions, are stretched."""
+    """Compute Figure 1 (e)(f), Theorem 1: how far apart neighbours are shown when chunks or positions are stretched."""
     rows: list[tuple[Any, ...]] = []
     for factor in (1, 1.5, 2, 3, 4, 6, 8, 12, 16):
         context = int(LLAMA2["pretrained"] * factor)
@@ -106,7 +106,7 @@ def interpolation() -> Table:
 
 
 def chunking(plane: int = 4) -> Table:
-    """Figure 2: L = 12 tokens in chunks of c = 4, and h = (1, 0) turned by m θ + π/2 - φ_j (Definition 1)."""
+    """Compute Figure 2: L = 12 tokens in chunks of c = 4, and h = (1, 0) turned by m θ + π/2 - φ_j (Definition 1)."""
     law = make_law(FORMS[0], pretrained=8, context=12, head_dim=128, rope_theta=10000.0, chunk=4, phi_base=2.0)
     position = torch.arange(law.context)
     rows = []
@@ -123,7 +123,7 @@ def chunking(plane: int = 4) -> Table:
 
 
 def matrices(chunk: int = 4, length: int = 12) -> Table:
-    """Figure 3: the relative position of every query and key, as printed, and as each form of 3D-RPE gives it."""
+    """Compute Figure 3: the relative position of every query and key, as printed, and in each form of 3D-RPE."""
     common: dict[str, Any] = {"context": length, "head_dim": 128, "chunk": chunk}
     laws = {
         "dual-chunk": make_law(FORMS[1], pretrained=2 * chunk, window=3 * chunk // 2, **common),
@@ -152,7 +152,7 @@ def matrices(chunk: int = 4, length: int = 12) -> Table:
 
 
 def bloch(phi: float = 1.0, theta_1: float = 0.9) -> Table:
-    """Supplement A: the state e^{iθ} (cos(φ/2) |0> + sin(φ/2) e^{iθ_1} |1>) as a point of the Bloch sphere (eq. 1)."""
+    """Compute Supplement A: the state e^{iθ} (cos(φ/2) |0> + sin(φ/2) e^{iθ_1} |1>) on the Bloch sphere (eq. 1)."""
     rows = []
     states = (("|0⟩", 0.0, 0.0), ("|1⟩", math.pi, 0.0), ("|+⟩", math.pi / 2, 0.0), ("|i⟩", math.pi / 2, math.pi / 2))
     for name, polar, longitude in (*states, ("|φ⟩", phi, theta_1)):
@@ -183,5 +183,5 @@ def _definition(**parameters: Any) -> Definition:
 
 
 def _turn(law: Law, position: Tensor, plane: int) -> Tensor:
-    """The angle by which a law of a single region turns a vector at each position, in one plane."""
+    """Return the angle by which a law of a single region turns a vector at each position, in one plane."""
     return law.regions[0].query.angle(position, law.frequencies())[:, plane]

@@ -15,13 +15,13 @@ KINDS = ("exact", "compressed", "unseen", "not attended")
 
 
 def distances(law: Law, count: int) -> Tensor:
-    """At most `count` distances from 0 to the last of the context, evenly spaced; all of them where there are fewer."""
+    """Return at most `count` distances from 0 to the end of the context, evenly spaced; all of them if fewer."""
     last = law.context - 1
     return torch.linspace(0, last, min(count, law.context), dtype=torch.float64).round().to(torch.int64)
 
 
 def shown(law: Law, query: Tensor | int, key: Tensor | int, plane: int = -1) -> Tensor:
-    """The relative position that one plane is shown, phases aside; NaN for a pair that is not attended to.
+    """Return the relative position that one plane is shown, phases aside; NaN for a pair that is not attended to.
 
     The same as `law.relative_position` where a law has a single one. Where frequencies differ from the model's, it is
     the distance at which the stock model would have turned this plane as far.
@@ -40,7 +40,7 @@ def _of_plane(positions: Tensor, plane: int) -> Tensor:
 
 
 def kinds(law: Law, query: Tensor | int, key: Tensor | int) -> Tensor:
-    """The place in `KINDS` of every pair.
+    """Return the place in `KINDS` of every pair.
 
     Within the pretrained length L_p a plane meets the angles in [0, θ_l L_p), and all of them where that is a full
     circle. A pair is unseen where any plane is turned to an angle that it has not met.
@@ -63,7 +63,7 @@ class Run(NamedTuple):
 
 
 def runs(law: Law, points: int = 2048) -> list[Run]:
-    """What becomes of the distances from the last query back to the first key.
+    """Return what becomes of the distances from the last query back to the first key.
 
     They are looked at in `points` places, and every change between two of them is found to the token. A run that lies
     between two places is not seen.

@@ -19,22 +19,22 @@ class Table:
     rows: Sequence[tuple[Any, ...]]
 
     def where(self, **wanted: Any) -> Table:
-        """The rows with these values."""
+        """Return the rows with these values."""
         places = {self.columns.index(name): value for name, value in wanted.items()}
         rows = [row for row in self.rows if all(row[place] == value for place, value in places.items())]
         return Table(title=self.title, caption=self.caption, columns=self.columns, rows=rows)
 
     def column(self, name: str) -> list[Any]:
-        """One column, from the first row to the last."""
+        """Return one column, from the first row to the last."""
         place = self.columns.index(name)
         return [row[place] for row in self.rows]
 
     def kinds(self, name: str) -> list[Any]:
-        """The different values of a column, in the order in which they come."""
+        """Return the different values of a column, in the order in which they come."""
         return list(dict.fromkeys(self.column(name)))
 
     def csv(self) -> str:
-        """The rows with their heading, unrounded; None is an empty cell."""
+        """Return the rows with their heading, unrounded; None is an empty cell."""
         file = io.StringIO()
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(self.columns)
@@ -43,5 +43,5 @@ class Table:
 
 
 def numbers(values: Iterable[float]) -> list[float | None]:
-    """NaN as None: an empty cell, not a word."""
+    """Replace NaN by None: an empty cell, not a word."""
     return [None if value != value else value for value in values]

@@ -8,23 +8,30 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from argparse import REMAINDER, SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from importlib import import_module
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from rpe3d import __version__
 from rpe3d.cli.interrupt import patient_interrupts
+from rpe3d.cli.terminal import Voice
 from rpe3d.config import ConfigError, choice
 
 VERBS = {
     "demo": (
         "rpe3d.cli.demo",
-        "run the main job on the default model: four laws past its pretrained length, a passkey, a report",
+        "read a document beyond the default model's context, and ask it, under four laws: table, answers, report",
     ),
+    "generate": ("rpe3d.cli.generate", "ask a model about a document, under a law that has room for it"),
     "extend": ("rpe3d.cli.extend", "write a checkpoint with a longer context, which carries its law"),
     "compare": ("rpe3d.cli.compare", "measure perplexity, copying and passkeys under every law at every length"),
-    "eval": ("rpe3d.cli.eval", "run LongBench, L-Eval, RULER, perplexity, passkeys and copying, as the paper's tables"),
+    "eval": (
+        "rpe3d.cli.eval",
+        "run LongBench (v1, v2), L-Eval, RULER, BABILong, InfiniteBench, needles, perplexity and more",
+    ),
+    "tasks": ("rpe3d.cli.tasks", "list what `eval` asks"),
     "score": ("rpe3d.cli.score", "score a predictions file from any program"),
     "tune": ("rpe3d.cli.tune", "measure the context that a model really uses, and pick chunk, window and reach"),
     "train": ("rpe3d.cli.train", "fine-tune under a law (lm, sft) with the paper's settings, on one GPU or many"),
@@ -36,7 +43,9 @@ VERBS = {
         "measure what a law costs on this machine: tokens per second and memory, beside the stock model",
     ),
     "serve": ("rpe3d.cli.serve", "serve a model under a law by an OpenAI-compatible server (vLLM)"),
+    "laws": ("rpe3d.cli.laws", "list the laws and their parameters"),
     "doctor": ("rpe3d.cli.doctor", "say what runs on this machine, and why"),
+    "completion": ("rpe3d.cli.completion", "write a script that lets bash, zsh or fish complete commands"),
 }
 
 
@@ -45,7 +54,13 @@ class UsageError(ConfigError):
 
 
 class Parser(ArgumentParser):
-    """argparse whose usage errors read like all other errors."""
+    """argparse whose usage errors read like all other errors; --quiet and --verbose go before the verb or after it."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        add = self.add_argument
+        add("-q", "--quiet", action="store_true", help="print results and errors only: no notes, no progress")
+        add("-v", "--verbose", action="store_true", help="say more, and show where an error comes from")
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message, f"`{self.prog} --help` says what it takes")
@@ -53,12 +68,15 @@ class Parser(ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; the return value is the exit code."""
+    Voice.level = 0
     try:
         with patient_interrupts():
             code = _run(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
         return code
     except ConfigError as error:
+        if Voice.level > 0:
+            traceback.print_exc()
         print(f"error: {error.problem}\nhint: {error.hint}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
     except BrokenPipeError:
@@ -71,10 +89,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    verbs = "\n".join(f"  {name:<10}{text}" for name, (_, text) in VERBS.items())
+    verbs = "\n".join(f"  {name:<12}{text}" for name, (_, text) in VERBS.items())
     parser = Parser(
         prog="rpe3d",
-        usage="rpe3d [--help] [--version] VERB ...",
+        usage="rpe3d [--help] [--version] [-q | -v] VERB ...",
         description="A longer context for rotary-position language models.",
         epilog=f"verbs:\n{verbs}\n\n`rpe3d VERB --help` says what a verb takes.",
         formatter_class=RawDescriptionHelpFormatter,
@@ -93,4 +111,10 @@ def _run(argv: Sequence[str]) -> int:
     verb = import_module(module)
     verb_parser = Parser(prog=f"rpe3d {given.verb}", description=f"{text}.", allow_abbrev=False)
     verb.add_arguments(verb_parser)
-    return int(verb.run(verb_parser.parse_args(given.rest)))
+    asked = verb_parser.parse_args(given.rest)
+    Voice.level = (given.verbose or asked.verbose) - (given.quiet or asked.quiet)
+    if given.quiet + asked.quiet and given.verbose + asked.verbose:
+        verb_parser.error("--quiet and --verbose are given together")
+    if Voice.level < 0:
+        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # transformers asks for it as well, once, when it is imported
+    return int(verb.run(asked))

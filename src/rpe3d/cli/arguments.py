@@ -3,36 +3,30 @@
 from __future__ import annotations
 
 import json
-import re
+import os
 import shlex
 import sys
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rpe3d import files
+from rpe3d import config, files
+from rpe3d.cli.terminal import STDOUT, print_json
 from rpe3d.config import ConfigError
 
 if TYPE_CHECKING:
     from rpe3d.geometry import LawSpec
 
-UNITS = {"": 1, "k": 1024, "m": 1024**2}
-MOST = 2**24
-"""Tokens at most: transformers holds positions in float32, where 2^24 and 2^24 + 1 are the same number."""
-
 
 def size(text: str) -> int:
-    """Parse a number of tokens: 65536, 64k or 1M, with k = 1024 and M = 1024 k. The `type` of an argument."""
-    match = re.fullmatch(r"([0-9]{1,12})([km]?)", text.strip().lower())
-    if not match:
-        raise ArgumentTypeError(f"{text!r} is not a size: write it as 65536 or 64k (k = 1024)")
-    tokens = int(match[1]) * UNITS[match[2]]
-    if tokens > MOST:
-        raise ArgumentTypeError(f"{text!r} is more than 16m tokens: beyond, float32 cannot tell neighbours apart")
-    return tokens
+    """Parse a number of tokens, as 65536 or 64k. The `type` of an argument."""
+    try:
+        return config.size(text)
+    except ConfigError as refusal:
+        raise ArgumentTypeError(str(refusal)) from None
 
 
 def sizes(text: str) -> list[int]:
@@ -40,62 +34,25 @@ def sizes(text: str) -> list[int]:
     return [size(part) for part in text.split(",")]
 
 
-# What a law file holds besides its law's own parameters: the model that it was made for, and the evidence.
-FACTS = {"name", "pretrained", "context", "head_dim", "rope_theta", "rotary_dim", "interleaved", "rope_scaling"}
-EVIDENCE = {"schema", "kind", "measured"}
-
-
 def law(text: str) -> LawSpec:
-    """Parse a law: `3d-rpe`, `3d-rpe:chunk=512,reach=5120`, or a file that `rpe3d tune` wrote."""
-    if text.endswith(".json"):
-        return _law_file(Path(text))
-    from rpe3d.geometry import LawSpec
+    """Parse a law, as `rpe3d.geometry.spec` describes it."""
+    from rpe3d.geometry import parse_law
 
-    name, _, rest = text.partition(":")
-    parameters = {}
-    for item in rest.split(",") if rest else ():
-        parameter, equals, given = item.partition("=")
-        if not equals:
-            raise ConfigError(f"{item!r} in {text!r} has no value", "write a law as name:parameter=value")
-        parameters[parameter.strip().replace("-", "_")] = value(given.strip())
-    return LawSpec(label=text, name=name, parameters=parameters)
+    return parse_law(text)
 
 
 def laws(text: str) -> list[LawSpec]:
-    """Parse several laws with commas between; a parameter without a law belongs to the law before it."""
-    parts: list[str] = []
-    for item in text.split(","):
-        if parts and ":" in parts[-1] and "=" in item and ":" not in item:
-            parts[-1] += f",{item.strip()}"
-        else:
-            parts.append(item.strip())
-    return [law(part) for part in parts]
+    """Parse several laws with commas between, or `all` of them."""
+    from rpe3d.geometry import LAWS, parse_laws
+
+    return parse_laws(",".join(LAWS) if text == "all" else text)
 
 
 def value(text: str) -> bool | int | float | str:
-    """Parse a parameter's value: true or false, a number, a size such as 2k, or a word."""
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    for kind in (int, float, size):
-        with suppress(ValueError, ArgumentTypeError):
-            return kind(text)
-    return text
+    """Parse a parameter's value."""
+    from rpe3d.geometry.spec import parse_value
 
-
-def _law_file(path: Path) -> LawSpec:
-    from rpe3d.geometry import LawSpec
-
-    hint = "give a file that `rpe3d tune` wrote"
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read the law file {path}: {error.strerror}", hint) from None
-    except ValueError:
-        content = None
-    if not isinstance(content, dict) or not isinstance(content.get("name"), str) or "pretrained" not in content:
-        raise ConfigError(f"{path} is not a law file", hint)
-    own = {key: given for key, given in content.items() if key not in FACTS | EVIDENCE}
-    return LawSpec(label=path.stem, name=content["name"], parameters=own, pretrained=content["pretrained"])
+    return parse_value(text)
 
 
 def need(extra: str, *modules: str) -> None:
@@ -111,11 +68,15 @@ def command_line() -> str:
 
 
 def results_file(arguments: Namespace, name: str) -> Path | None:
-    """Return where the rows are kept: --json, or `name` in the folder of --report, which is made if need be."""
+    """Return where the rows are kept: --json, or `name` in the folder of --report, which is made if need be.
+
+    `--json -` keeps them nowhere: the verb prints them.
+    """
+    file: Path | None = None if arguments.json == STDOUT else arguments.json
     if arguments.report is not None:
         folder("--report", arguments.report)
-        return Path(arguments.json or arguments.report / name)
-    return arguments.json and Path(arguments.json)
+        return file or Path(arguments.report / name)
+    return file
 
 
 def kept(arguments: Namespace) -> dict[str, Any]:
@@ -134,8 +95,36 @@ def folder(option: str, path: Path) -> Path:
     return path
 
 
+def check_writable(option: str, path: Path) -> None:
+    """Refuse a place where nothing could be written in the end, before any work is done."""
+    if path == STDOUT:
+        return
+    folder = path.expanduser().resolve().parent
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {path.parent}", f"make it, or give {option} another place")
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path} is not a regular file", f"give {option} a name that can be replaced")
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"the folder {folder} cannot be written to", f"give {option} another place")
+
+
+def check_new_folder(option: str, path: Path) -> None:
+    """Refuse a place where no new folder can be made, before any work is done; an empty folder will do."""
+    with files.refusing(f"cannot write {path}", f"give {option} a place to write to"):
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise ConfigError(f"{path} already exists", f"pass a new folder to {option}")
+        place = next(parent for parent in path.absolute().parents if parent.exists())
+        if not place.is_dir():
+            raise ConfigError(f"{place} is a file, not a folder", f"give {option} another place")
+        if not os.access(place, os.W_OK):
+            raise ConfigError(f"the folder {place} cannot be written to", f"give {option} another place")
+
+
 def write_json(option: str, path: Path, content: Mapping[str, Any]) -> None:
-    """Write JSON to the file that an option names, whole or not at all."""
+    """Write JSON to the file that an option names, whole or not at all; to stdout where that is -."""
+    if path == STDOUT:
+        print_json(content)
+        return
     with replacing(option, path) as unfinished:
         unfinished.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 

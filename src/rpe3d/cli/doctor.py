@@ -1,5 +1,7 @@
 """`rpe3d doctor`: what runs on this machine, and why; with a model, what a law can do for it.
 
+`--context N` adds what the caches of transformers take for one sequence of N tokens, in the checkpoint's own type.
+
 JSON, schema 1: {"schema": 1, "machine": {name: value}, "model": {name: value} or null, "rows": [{"device", "dtype",
 "law", "rotation", "prefill", "decode", "decode_reason"}]}.
 
@@ -15,7 +17,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from rpe3d.cli.arguments import need, write_json
+from rpe3d.cli.arguments import check_writable, need, size, write_json
+from rpe3d.cli.terminal import STDOUT, new_table, show
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -23,12 +26,19 @@ def add_arguments(parser: ArgumentParser) -> None:
         "model", metavar="MODEL", nargs="?", help="a Hugging Face name or folder, a .gguf, or `default`"
     )
     parser.epilog = "Exits with 1 if MODEL cannot be extended; the report says why."
+    parser.add_argument(
+        "--context", metavar="N", type=size, help="also say how many GiB the caches take for N tokens, e.g. 64k"
+    )
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="also write the rows of the table as JSON")
+    parser.add_argument(
+        "--json", metavar="FILE", type=Path, help="also write the rows of the table as JSON; - is stdout, instead"
+    )
 
 
 def run(arguments: Namespace) -> int:
     need("cli", "rich")
+    if arguments.json is not None:
+        check_writable("--json", arguments.json)
     import torch
 
     from rpe3d.models.devices import has_cuda
@@ -45,7 +55,9 @@ def run(arguments: Namespace) -> int:
     model = _examine(arguments) if arguments.model else None
     if arguments.json is not None:
         write_json("--json", arguments.json, {"schema": 1, "machine": machine, "model": model, "rows": rows})
-    if model is not None:
+    if arguments.json == STDOUT:
+        pass  # it is all said
+    elif model is not None:
         _print_pairs(model)
     else:
         _print_pairs(machine)
@@ -54,14 +66,18 @@ def run(arguments: Namespace) -> int:
 
 
 def _examine(arguments: Namespace) -> dict[str, str]:
-    """One screen about a model: what it is, and what a law would change."""
+    """Describe a model on one screen: what it is, and what a law would change."""
     need("models", "transformers")
     from rpe3d.config import ConfigError
-    from rpe3d.models.extend import check_savable, extend, law_of, text_config
+    from rpe3d.models.cache_sizes import cache_bytes, layer_caches, told
+    from rpe3d.models.extend import check_savable, extend, law_of, pretrained_length, text_config
     from rpe3d.models.load import load
+    from rpe3d.models.own_context import own_context
     from rpe3d.models.probe import not_finite, probe
 
-    loaded = load(arguments.model, trust_remote_code=arguments.trust_remote_code, with_tokenizer=False)
+    is_file = arguments.model == "default" or Path(arguments.model).expanduser().is_file()
+    kind: Any = None if arguments.context is None or is_file else "auto"  # a cache is as wide as people run the model
+    loaded = load(arguments.model, dtype=kind, trust_remote_code=arguments.trust_remote_code, with_tokenizer=False)
     model, config = loaded.model, text_config(loaded.model)
     law = law_of(model)
     about = {
@@ -75,14 +91,21 @@ def _examine(arguments: Namespace) -> dict[str, str]:
         return about
     try:
         found = probe(model, config)
-        pretrained = law.pretrained if law is not None else config.max_position_embeddings
+        pretrained = pretrained_length(model)
         about["pretrained context"] = str(pretrained)
+        if law is None and (own := own_context(config)) is not None:
+            about["carries"] = str(own)
+            if own.law is not None:
+                about["to use it"] = f"rpe3d extend {arguments.model} --law {own.law} --context {own.length} --out DIR"
         pairs = "neighbours" if found.interleaved else "halves"
         about["rotary"] = f"{2 * found.frequencies.numel()} of {found.head_dim} dimensions, {pairs} paired"
         kept = f"; {found.windowed} keep their sliding window" if found.windowed else ""
         kept += f"; {len(found.unrotated)} do not rotate" if found.unrotated else ""
         layers = found.layers + found.windowed + len(found.unrotated)
         about["layers a law changes"] = f"{found.layers} of {layers}{kept}"
+        if arguments.context is not None:
+            sizes = cache_bytes(layer_caches(model), arguments.context, model.dtype)
+            about[f"cache at {arguments.context}"] = told(sizes, model.dtype)
         if law is None:
             extend(model, context=8 * pretrained)  # in memory only: the model is dropped
             made = law_of(model)
@@ -107,7 +130,7 @@ def _version(package: str) -> str:
 
 
 def _choices(device: str, dtype: Any) -> list[dict[str, str]]:
-    """What impl="auto" takes under every law, for a prompt and for one token after it."""
+    """Return what impl="auto" takes under every law, for a prompt and for one token after it."""
     import torch
 
     from rpe3d.attention import explain
@@ -142,18 +165,22 @@ def _print_pairs(pairs: dict[str, str]) -> None:
 
     width = max(map(len, pairs)) + 2
     for name, value in pairs.items():
-        Console().print(f"{name:<{width}}{value}", highlight=False, soft_wrap=True)
+        Console().print(f"{name:<{width}}{value}", highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def _print_rows(rows: list[dict[str, str]]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("device", "law", "rotation", "prefill", "decode", "why"):
-        table.add_column(column, no_wrap=column == "law")
+    """Print one line for all laws that run alike, and each reason once."""
+    same = ("device", "dtype", "rotation", "prefill", "decode", "decode_reason")
+    groups: dict[tuple[str, ...], list[str]] = {}
     for row in rows:
-        device = f"{row['device']} {row['dtype']}"
-        table.add_row(device, row["law"], row["rotation"], row["prefill"], row["decode"], row["decode_reason"])
-    Console().print(table)
+        groups.setdefault(tuple(row[name] for name in same), []).append(row["law"])
+    reasons = {reason: n for n, reason in enumerate(dict.fromkeys(key[-1] for key in groups), 1)}
+    table = new_table("device", "laws", "rotation", "prefill", "decode", words=("laws",))
+    for column in table.columns:
+        column.justify = "left"
+    for (device, dtype, rotation, prefill, decode, reason), laws in groups.items():
+        which = f"all {len(laws)}" if len(laws) == len({row["law"] for row in rows}) else ", ".join(laws)
+        table.add_row(f"{device} {dtype}", which, rotation, prefill, f"{decode} [{reasons[reason]}]")
+    show(table)
+    for reason, n in reasons.items():
+        print(f"[{n}] {reason}")

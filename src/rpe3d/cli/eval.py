@@ -2,31 +2,41 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rpe3d.cli.arguments import kept, laws, need, results_file, sizes
-from rpe3d.cli.compare import add_model_arguments, add_probe_arguments, add_text_arguments, load_model, progress_bar
+from rpe3d.cli.compare import LAW, add_probe_arguments, add_text_arguments
+from rpe3d.cli.model import MODEL, add_model_arguments, check_laws, check_loaded, load_model
+from rpe3d.cli.terminal import STDOUT, new_table, note, print_json, progress_bar, room, say, show, width_of
 from rpe3d.config import ConfigError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-TASKS = "longbench, leval, ruler, ppl, passkey, copy, longppl, or one task as longbench:lcc, ppl:FOLDER"
+TASKS = (
+    "longbench, longbench-v2, leval, ruler, babilong, infinitebench, kv, needle, ppl, passkey, copy, longppl, "
+    "or one task as longbench:lcc, ppl:FOLDER"
+)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", metavar="MODEL", help="a Hugging Face name or folder, a .gguf file, or `default`")
+    add("model", metavar="MODEL", help=MODEL)
     add("--tasks", metavar="T,T", required=True, help=TASKS)
-    add("--law", metavar="A,B", help="laws, name:parameter=value, or law files; default: the model as it is")
-    add("--length", metavar="N,N", type=sizes, help="contexts that prompts are cut to; default: the model's own")
+    add("--law", "--laws", metavar="A,B", help=f"{LAW}; default: the model as it is")
+    add(
+        "--length",
+        "--lengths",
+        metavar="N,N",
+        type=sizes,
+        help="contexts that prompts are cut to; default: the model's own",
+    )
     add("--data", metavar="DIR", type=Path, help="folder with SUITE/TASK.jsonl; default: from the hub")
     add_text_arguments(parser)
-    add("--limit", metavar="N", type=int, help="samples of each task; default all (of RULER 500)")
+    add("--limit", metavar="N", type=int, help="samples of each task; default all (as many as upstream makes)")
     add("--batch", metavar="N", type=int, default=1, help="prompts, windows or copies at once; default 1")
     add("--chat", default="auto", help="llama2, vicuna, xgen, internlm, template, none; default by the model's name")
     add(
@@ -38,9 +48,14 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_probe_arguments(parser)
     add("--keys", metavar="FILE", type=Path, help="longppl: its key tokens, as `rpe3d compare --keys` writes them")
     add_model_arguments(parser)
-    add("--json", metavar="FILE", type=Path, help="keep rows here and predictions beside it; the same command resumes")
+    add(
+        "--json",
+        metavar="FILE",
+        type=Path,
+        help="keep rows here and predictions beside it; the same command resumes; - is stdout",
+    )
     add("--overwrite", action="store_true", help="remove all rows and predictions of --json, and start over")
-    add("--report", metavar="DIR", type=Path, help="write a page with the tables (and DIR/eval.json)")
+    add("--report", metavar="DIR", type=Path, help="write a page with tables and heat maps (and DIR/eval.json)")
 
 
 def run(arguments: Namespace) -> int:
@@ -51,9 +66,8 @@ def run(arguments: Namespace) -> int:
     from rpe3d.evaluate.settings import Ask
     from rpe3d.evaluate.store import check
     from rpe3d.evaluate.tasks import parse_tasks
-    from rpe3d.evaluate.tasks.chat import TEMPLATE, called, chat_of
+    from rpe3d.evaluate.tasks.chat import TEMPLATE, called, chat_of, check_form
     from rpe3d.evaluate.under import own_length
-    from rpe3d.models import pretrained_length
 
     tasks = parse_tasks(arguments.tasks.split(","))
     given = laws(arguments.law) if arguments.law else []
@@ -65,22 +79,23 @@ def run(arguments: Namespace) -> int:
         **{name: getattr(arguments, name) for name in names},
     }
     Ask(lengths=arguments.length or [4096], **asked)
+    check_form(arguments.chat)
     if (("longppl", "") in tasks) != (arguments.keys is not None):
         raise ConfigError("longppl and --keys need each other", "add the one, or leave the other out")
     data, texts = questions(arguments, tasks)
     file = results_file(arguments, "eval.json")
     if file is not None:
         check(file, {}, "eval")
+    check_laws(arguments, given, arguments.length or ())
     first = ranks().first
     loaded = load_model(arguments)
-    chat, note = chat_of(arguments.chat, loaded.tokenizer, called(arguments.model))
-    notes = [note] if note else []
+    chat, unknown = chat_of(arguments.chat, loaded.tokenizer, called(arguments.model))
+    notes = [unknown] if unknown else []
     if any(group == "leval" for group, _ in tasks) and chat.form == TEMPLATE and not chat.takes_system:
         notes.append("its chat template has no system turn, so L-Eval's instructions open the user's")
-    for note in notes if first else ():
-        print(f"note: {note}", file=sys.stderr)
-    for law in given:
-        law.check(pretrained_length(loaded.model))
+    for text in notes if first else ():
+        note(text)
+    check_loaded(loaded.model, given)
     with progress_bar(first) as progress:
         results = evaluate(
             loaded.model,
@@ -94,7 +109,7 @@ def run(arguments: Namespace) -> int:
             **kept(arguments),
         )
     if first:
-        finish(results, arguments.report, file)
+        finish(results, arguments.report, file, as_json=arguments.json == STDOUT)
     return int(any(row["status"] != "ok" for row in results["rows"]))
 
 
@@ -102,17 +117,18 @@ def questions(arguments: Namespace, tasks: list[tuple[str, str]]) -> tuple[dict[
     """Read the questions and texts of all tasks; refuse before the model is looked for."""
     from rpe3d.evaluate import read_texts
     from rpe3d.evaluate.tasks import longbench
-    from rpe3d.evaluate.tasks.questions import load, load_texts
+    from rpe3d.evaluate.tasks.questions import find, load_texts, reads_text
     from rpe3d.evaluate.texts import check_bytes
 
     if any(longbench.TASKS[name].metric.endswith("_zh") for group, name in tasks if group == "longbench"):
         need("eval", "jieba")
-    if any(group == "ruler" for group, _ in tasks):
+    if any(group in ("ruler", "needle") for group, _ in tasks):
         need("eval", "wonderwords")
-    data = {task: load(*task, arguments.data) for task in tasks if task[0] in ("longbench", "leval")}
+    found = {task: find(task, arguments.data, arguments.length) for task in tasks}
+    data = {task: one for task, one in found.items() if one is not None}
     texts = {}
     for group, name in tasks:
-        if group in ("ppl", "copy", "ruler", "longppl"):
+        if reads_text((group, name), found[group, name]):
             own = group == "ppl" and name
             texts[group, name] = load_texts(name, arguments.data) if own else read_texts(arguments.texts)
         if group in ("ppl", "longppl") and arguments.length:
@@ -120,43 +136,37 @@ def questions(arguments: Namespace, tasks: list[tuple[str, str]]) -> tuple[dict[
     return data, texts
 
 
-def finish(results: dict[str, Any], place: Path | None, file: Path | None) -> None:
-    """Print the tables, write the page, and say where everything lies."""
-    from rich.console import Console
-
+def finish(results: dict[str, Any], place: Path | None, file: Path | None, *, as_json: bool = False) -> None:
+    """Print the tables, or all of it as JSON; write the page, and say where everything lies."""
     from rpe3d.evaluate.report import write_page
     from rpe3d.evaluate.tables import tables
 
-    console = Console()
     found = tables(results)
-    for table in found:
+    if as_json:
+        print_json(results)
+    for table in () if as_json else found:
         across = [line.label + " (quoted)" * line.quoted for line in table.lines]
         cells = [line.texts() for line in table.lines]
         shown = drawn(table.title, table.columns, across, cells)
-        whole = console.measure(shown, options=console.options.update(width=9999)).maximum
-        if whole > console.width and len(table.columns) > len(table.lines):  # then tasks go down
+        if width_of(shown) > room() and len(table.columns) > len(table.lines):  # then tasks go down
             shown = drawn(table.title, across, table.columns, list(zip(*cells, strict=True)))
-        console.print(shown)
-    for note in dict.fromkeys(filter(None, (table.note for table in found))):
-        print(f"note: {note}", file=sys.stderr)
+        show(shown)
+    for text in dict.fromkeys(filter(None, (table.note for table in found))):
+        note(text)
     for row in results["rows"]:
         if row["status"] != "ok":
             task = ":".join(filter(None, (row["suite"], row["task"])))
-            print(f"note: {row['law']} at {row['length']}, {task}: {row['status']}", file=sys.stderr)
+            note(f"{row['law']} at {row['length']}, {task}: {row['status']}")
     written = [] if file is None else [file]
     if place is not None:
-        written += write_page(results, place)
+        written += write_page(results, place, file)
     if written:
-        print("wrote " + ", ".join(map(str, written)), file=sys.stderr)
+        say("wrote " + ", ".join(map(str, written)))
 
 
 def drawn(title: str, columns: Sequence[str], labels: Sequence[str], cells: Sequence[Sequence[str]]) -> Table:
     """Draw a table for the terminal; each label stands in front of its row of cells, and numbers stay whole."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
-    table.add_column("", overflow="fold")
+    table = new_table("", words=("",), title=title)
     for column in columns:
         table.add_column(column, justify="right", overflow="fold", min_width=6)
     for label, row in zip(labels, cells, strict=True):

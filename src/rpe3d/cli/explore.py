@@ -8,7 +8,8 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
-from rpe3d.cli.arguments import need, replacing
+from rpe3d.cli.arguments import check_writable, need, replacing
+from rpe3d.cli.terminal import Voice, note, say
 from rpe3d.config import ConfigError
 
 PORT = 8765
@@ -34,7 +35,7 @@ def run(arguments: Namespace) -> int:
 
 
 def _measured(path: Path) -> dict[str, Any]:
-    """The curves and the table of a comparison."""
+    """Read the curves and the table of a comparison."""
     need("models", "transformers")
     from rpe3d.evaluate.store import read
 
@@ -75,14 +76,13 @@ def _write(path: Path, measured: dict[str, Any] | None) -> int:
     from rpe3d.analysis.explore.page import file_page
 
     def progress(done: int, total: int) -> None:
-        if sys.stderr.isatty():
+        if sys.stderr.isatty() and Voice.level >= 0:
             print(f"\r{done} of {total} settings", end="\n" if done == total else "", file=sys.stderr)
 
-    if not path.resolve().parent.is_dir():
-        raise ConfigError(f"there is no folder {path.parent}", "make it, or give --out another place")
+    check_writable("--out", path)
     with replacing("--out", path) as unfinished:
         unfinished.write_text(file_page(measured, progress=progress), encoding="utf-8")
-    print(f"wrote {path}, {path.stat().st_size / 1e6:.1f} MB: open it in a browser", file=sys.stderr)
+    say(f"wrote {path}, {path.stat().st_size / 1e6:.1f} MB: open it in a browser")
     return 0
 
 
@@ -93,8 +93,8 @@ def _serve(arguments: Namespace, measured: dict[str, Any] | None) -> int:
     with Server(live_page(measured), arguments.host, arguments.port) as server:
         print(server.url, flush=True)
         if not arguments.host.startswith("127.") and arguments.host not in ("localhost", "::1"):
-            print("note: everyone who reaches this machine can open the page", file=sys.stderr)
-        print("Ctrl-C ends it.", file=sys.stderr)
+            note("everyone who reaches this machine can open the page")
+        say("Ctrl-C ends it.")
         if not arguments.no_browser:
             import webbrowser
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from rpe3d.cli.arguments import folder, need
+from rpe3d.cli.terminal import say
 from rpe3d.config import choice
 
 
@@ -29,6 +29,6 @@ def run(arguments: Namespace) -> int:
     asked = arguments.only.split(",") if arguments.only else FIGURES
     names = [choice("figure", name.strip(), FIGURES) for name in asked]
     out = folder("--out", arguments.out)
-    written = write_figures(out, names, lambda name: print(name, file=sys.stderr))
-    print(f"wrote {len(written)} files; {out / 'index.html'} shows them all", file=sys.stderr)
+    written = write_figures(out, names, say)
+    say(f"wrote {len(written)} files; {out / 'index.html'} shows them all")
     return 0

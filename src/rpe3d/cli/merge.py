@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from rpe3d.cli.arguments import need, new_folder
-from rpe3d.cli.compare import DTYPES
-from rpe3d.config import ConfigError
+from rpe3d.cli.arguments import check_new_folder, need, new_folder
+from rpe3d.cli.model import DTYPES, summary
+from rpe3d.cli.terminal import note, say
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -24,19 +23,25 @@ def run(arguments: Namespace) -> int:
     need("models", "transformers")
     need("train", "peft")
     out: Path = arguments.out
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} already exists", "pass a new folder to --out")
+    check_new_folder("--out", out)
     import torch
 
+    from rpe3d.models import law_of
+    from rpe3d.models.card import write_model_card
     from rpe3d.train import merge
+    from rpe3d.train.merging import adapter_base
 
     dtype = getattr(torch, arguments.dtype)
     merged = merge(arguments.adapter, arguments.base, dtype=dtype, trust_remote_code=arguments.trust_remote_code)
-    for note in merged.notes:
-        print(f"note: {note}", file=sys.stderr)
+    for text in merged.notes:
+        note(text)
     with new_folder("--out", out) as unfinished:
         merged.model.save_pretrained(unfinished)
         if merged.tokenizer is not None:
             merged.tokenizer.save_pretrained(unfinished)
-    print(f"wrote {out}: `import rpe3d`, then AutoModelForCausalLM.from_pretrained({str(out)!r})", file=sys.stderr)
+        made = law_of(merged.model)
+        assert made is not None
+        write_model_card(unfinished, made, arguments.base or adapter_base(arguments.adapter), merged=True)
+    say(summary(made))
+    say(f"wrote {out}: `import rpe3d`, then AutoModelForCausalLM.from_pretrained({str(out)!r})")
     return 0

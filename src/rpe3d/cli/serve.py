@@ -6,12 +6,13 @@ import json
 import shlex
 import signal
 import subprocess
-import sys
 from argparse import ArgumentParser, Namespace
 from typing import Any
 
-from rpe3d.cli.arguments import law, need, size
-from rpe3d.cli.extend import add_law_arguments, law_parameters
+from rpe3d.cli.arguments import need, size
+from rpe3d.cli.extend import add_law_arguments, law_given, law_parameters
+from rpe3d.cli.model import summary
+from rpe3d.cli.terminal import note, say
 
 PORT = 8000
 STDERR = 2  # the descriptor
@@ -21,7 +22,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help="a checkpoint of `rpe3d extend`; or a model as there, with --context")
     add("--context", metavar="N", type=size, help="target context length, e.g. 64k")
-    add("--law", help="the law, as `rpe3d doctor` lists them, or a law file; default 3d-rpe")
+    add("--law", help="the law, name:parameter=value, or a law file; default 3d-rpe")
     add_law_arguments(parser)
     add("--port", metavar="N", type=int, default=PORT, help=f"port to listen on; default {PORT}")
     add("--host", default="127.0.0.1", help="address to listen on; default 127.0.0.1, this machine alone")
@@ -33,16 +34,16 @@ def run(arguments: Namespace) -> int:
     from rpe3d.serve.launch import check_installed, check_port, command, prepare, stop, wait_until_ready
 
     check_installed()
-    given = None if arguments.law is None else law(arguments.law)
-    parameters = {**(given.parameters if given else {}), **law_parameters(arguments)}
+    given = None if arguments.law is None else law_given(arguments.law, arguments)
+    parameters = dict(given.parameters) if given else law_parameters(arguments)
     served = prepare(arguments.model, given.name if given else None, arguments.context, parameters)
     if given is not None:
         given.check(served.law.pretrained)
     check_port(arguments.host, arguments.port)
-    for note in served.notes:
-        print(f"note: {note}", file=sys.stderr)
+    for text in served.notes:
+        note(text)
     url = f"http://{arguments.host}:{arguments.port}"
-    print(f"starting vLLM: {served.law.name}, {served.law.context} tokens", file=sys.stderr, flush=True)
+    say(f"starting vLLM: {summary(served.law)}")
     options = [f"--{option.lstrip('-')}" for option in arguments.vllm]
     line = command(served, arguments.model, arguments.host, arguments.port, options)
     # Its words to stderr, and signals of the terminal to us alone: a second one would cut its shutdown short.
@@ -50,7 +51,7 @@ def run(arguments: Namespace) -> int:
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         wait_until_ready(process, url)
-        print(_curl(url, arguments.model), file=sys.stderr, flush=True)
+        say(_curl(url, arguments.model))
         print(f"{url}/v1", flush=True)  # last: who waits for it finds all else said
         return process.wait()
     except KeyboardInterrupt:
@@ -66,7 +67,7 @@ def _interrupt(*_: Any) -> None:
 
 
 def _curl(url: str, model: str) -> str:
-    """A line that asks for a few tokens."""
+    """Return a command that asks the server for a few tokens."""
     body = json.dumps({"model": model, "prompt": "Once upon a time", "max_tokens": 32})
     header = "Content-Type: application/json"
     return shlex.join(["curl", f"{url}/v1/completions", "-H", header, "-d", body])

@@ -6,15 +6,15 @@ Several GPUs: `accelerate launch --num_processes 4 -m rpe3d train lm ...`, or to
 from __future__ import annotations
 
 import os
-import sys
 from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, Namespace
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rpe3d.cli.arguments import law, need, size
-from rpe3d.cli.extend import SIZES, add_law_arguments, law_parameters
+from rpe3d.cli.arguments import need, size
+from rpe3d.cli.extend import SIZES, add_law_arguments, law_given, law_parameters
+from rpe3d.cli.terminal import note, progress_bar, say
 from rpe3d.config import ConfigError
 from rpe3d.train.settings import HELP, TOKENS, Settings, read_recipe
 
@@ -33,7 +33,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("kind", choices=("lm", "sft"), help="lm: windows of text; sft: conversations, learning the answers only")
     add("model", metavar="MODEL", nargs="?", help="a Hugging Face name or folder, a .gguf file, or `default`")
     add("--out", metavar="DIR", type=Path, required=True, help="folder of the run; the same command resumes it")
-    add("--recipe", metavar="FILE", type=Path, help="settings to start from, as in recipes/; options override them")
+    add(
+        "--recipe",
+        metavar="FILE",
+        type=Path,
+        help="settings to start from: a file, or a name such as table3-3d-rpe-llama2-7b-32k-small",
+    )
     add("--device", help="cpu or cuda; default the GPU if there is one")
     add("--trust-remote-code", action="store_true", help="run code that comes with the model")
     add("--law", help="the law, name:parameter=value, or a law file; default 3d-rpe")
@@ -52,29 +57,26 @@ def _add_settings(parser: ArgumentParser) -> None:
             how["type"] = size
         name = field.name.replace("_", "-")
         parser.add_argument(f"--{name}", default=SUPPRESS, help=field.metadata[HELP], **how)
-    parser.add_argument(
-        "--lora-plus",
-        default=SUPPRESS,
-        action="store_const",
-        const="lora-plus",
-        dest="method",
-        help="the same as --method lora-plus",
-    )
+    parser.add_argument("--lora-plus", action="store_true", help="the same as --method lora-plus")
 
 
 def given_settings(arguments: Namespace) -> dict[str, Any]:
     """Return the recipe's keywords, overridden by those of the command line."""
     recipe = {} if arguments.recipe is None else read_recipe(arguments.recipe)
-    own = {"out", "recipe", "device", "trust_remote_code", "law", "set", *SIZES, "model", "kind"}
+    own = {"quiet", "verbose", "out", "recipe", "device", "trust_remote_code", "law", "set", *SIZES, "model", "kind"}
+    own |= {"lora_plus"}
     if recipe.get("kind", arguments.kind) != arguments.kind:
         raise ConfigError(f"{arguments.recipe} is a recipe for {recipe['kind']}", f"use `rpe3d train {recipe['kind']}`")
     given = {**recipe, "kind": arguments.kind}
     given |= {name: value for name, value in vars(arguments).items() if name not in own}
-    parameters = law_parameters(arguments)
+    if arguments.lora_plus:
+        if getattr(arguments, "method", "lora-plus") != "lora-plus":
+            raise ConfigError(f"--lora-plus is given with --method {arguments.method}", "give one of the two")
+        given["method"] = "lora-plus"
     if arguments.law is not None:
-        chosen = law(arguments.law)
+        chosen = law_given(arguments.law, arguments)
         given |= {"law": chosen.name, "parameters": chosen.parameters, "pretrained": chosen.pretrained}
-    if parameters:
+    elif parameters := law_parameters(arguments):
         given["parameters"] = {**given.get("parameters", {}), **parameters}
     if arguments.model is not None:
         given["model"] = arguments.model
@@ -91,14 +93,13 @@ def run(arguments: Namespace) -> int:
     settings = Settings(**given_settings(arguments))
     if settings.tensorboard and find_spec("tensorboard") is None:
         raise ConfigError("tensorboard is not installed", "pip install tensorboard, or leave --tensorboard out")
-    from rpe3d.cli.compare import progress_bar
     from rpe3d.train import train
 
     first = os.environ.get("RANK", "0") == "0"
 
-    def note(text: str) -> None:
+    def tell(text: str) -> None:
         if first:
-            print(f"note: {text}", file=sys.stderr)
+            note(text)
 
     with progress_bar(first) as progress:
         result = train(
@@ -107,10 +108,10 @@ def run(arguments: Namespace) -> int:
             device=arguments.device,
             trust_remote_code=arguments.trust_remote_code,
             progress=progress,
-            note=note,
+            note=tell,
         )
     if first:
         print(result)
         after = "`rpe3d merge` makes it one model" if settings.method != "full" else "it carries its law"
-        print(f"wrote {result}, {arguments.out / 'log.csv'}, {arguments.out / 'loss.png'}; {after}", file=sys.stderr)
+        say(f"wrote {result}, {arguments.out / 'log.csv'}, {arguments.out / 'loss.png'}; {after}")
     return 0

@@ -1,38 +1,36 @@
-"""`rpe3d tune`: measures the context that a model really uses, and picks the parameters of 3d-rpe for it.
-
-The law file: what `Law.to_dict` gives, and "measured": {"command", "model", "versions", "texts", "seeds", "criterion",
-"effective": positions, or 0 where it copies from nowhere, "distances": [{"distance", "first", "again", "text"}],
-"weighed": {"even" and "anchored": {"length", "seeds", "text", "again"}}, empty where there was nothing to choose}.
-"""
+"""`rpe3d tune`: measures the context that a model really uses, and picks the parameters of 3d-rpe or dpe for it."""
 
 from __future__ import annotations
 
-import sys
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rpe3d.cli.arguments import command_line, need, size, write_json
-from rpe3d.cli.compare import add_model_arguments, add_text_arguments, load_model, progress_bar
+from rpe3d import files
+from rpe3d.cli.arguments import check_writable, command_line, need, size, write_json
+from rpe3d.cli.compare import add_text_arguments
+from rpe3d.cli.model import MODEL, add_model_arguments, check_law, load_model
+from rpe3d.cli.terminal import new_table, note, progress_bar, say, show
 from rpe3d.config import ConfigError, whole
 
 if TYPE_CHECKING:
+    from rpe3d.evaluate.detection import Trial
     from rpe3d.evaluate.effective import Distance, Weighed
 
-TRIALS = 4
-WEIGHED = 2
-"""Trials for each of two laws, at twice the pretrained length."""
+LAWS = ("3d-rpe", "dpe")
+TRIALS, QUESTIONS = 4, 10
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", metavar="MODEL", help="a Hugging Face name or folder, a .gguf file, or `default`")
+    add("model", metavar="MODEL", help=MODEL)
     add("--context", metavar="N", type=size, required=True, help="target context length, e.g. 64k")
+    add("--law", choices=LAWS, default=LAWS[0], help="law to pick parameters for; default 3d-rpe")
     add("--out", metavar="FILE", type=Path, default=Path("law.json"), help="the law file; default law.json")
     add_text_arguments(parser)
-    add("--trials", metavar="N", type=int, default=TRIALS, help=f"windows to measure; default {TRIALS}")
-    add("--seed", metavar="N", type=int, default=0, help="seed of the first trial; default 0")
+    add("--trials", metavar="N", type=int, help=f"windows to measure; default {TRIALS}, for dpe {QUESTIONS} questions")
+    add("--seed", metavar="N", type=int, default=0, help="seed of the first trial; default 0; dpe has RULER's")
     add_model_arguments(parser)
     add("--overwrite", action="store_true", help="replace an existing law file")
 
@@ -43,79 +41,104 @@ def run(arguments: Namespace) -> int:
     out: Path = arguments.out
     if out.suffix != ".json":
         raise ConfigError(f"the law file {out} is not called .json", "give --out a name such as law.json")
-    if not out.parent.is_dir():
-        raise ConfigError(f"there is no folder {out.parent}", "make it, or give --out another place")
+    check_writable("--out", out)
     if out.exists() and not arguments.overwrite:
         raise ConfigError(f"{out} already exists", "pass another name to --out, or add --overwrite")
-    seed, trials = whole("seed", arguments.seed, least=0), whole("trials", arguments.trials)
-    from rpe3d.evaluate import effective
-    from rpe3d.evaluate.origin import versions
-    from rpe3d.evaluate.texts import read_texts, tokenize
-    from rpe3d.evaluate.under import about
-    from rpe3d.geometry import make_law
-    from rpe3d.models import as_stock, facts
-    from rpe3d.text import opening
+    usual_trials = QUESTIONS if arguments.law == "dpe" else TRIALS
+    trials = whole("trials", usual_trials if arguments.trials is None else arguments.trials)
+    if arguments.law == "dpe":
+        return _detect(arguments, trials)
+    seed = whole("seed", arguments.seed, least=0)
+    from rpe3d.evaluate import effective, read_texts, tune
+    from rpe3d.geometry import LawSpec
+    from rpe3d.models import law_of
 
     texts = read_texts(arguments.texts)
+    check_law(arguments, LawSpec(label="3d-rpe", name="3d-rpe", parameters={}), arguments.context)
     loaded = load_model(arguments)
-    model, tokenizer = loaded.model, loaded.tokenizer
-    known = facts(as_stock(model))
-    usual = make_law("3d-rpe", context=arguments.context, **known)  # refuses a context before anything is measured
-    tokens = [tokenize(tokenizer, text) for text in texts]
-    seeds = list(range(seed, seed + trials))
+    if law_of(loaded.model) is not None:
+        note("the checkpoint's own law is put aside: tuning measures the stock model")
     with progress_bar() as progress:
-        distances = effective.measure_distances(model, tokens, known["pretrained"], seeds, opening(tokenizer), progress)
-    used = effective.effective_context(distances)
-    length = min(arguments.context, 2 * known["pretrained"], effective.longest(tokens))
-    again, weighed = seeds[:WEIGHED], {}
-    if 0 < used < length:
-        with progress_bar() as progress:
-            first, pretrained = opening(tokenizer), known["pretrained"]
-            weighed = effective.weigh(model, used, pretrained, tokens, length, again, first, progress)
-    law = usual
-    if used:
-        anchored = bool(weighed) and weighed["anchored"].cost < weighed["even"].cost
-        chosen = effective.pick(used, known["pretrained"], arguments.context, anchored=anchored)
-        law = make_law("3d-rpe", context=arguments.context, **known, **chosen)
-    measured = {
-        "command": command_line(),
-        "model": about(model, arguments.model, known),
-        "versions": versions(),
-        "texts": [{"name": text.name, "sha256": text.sha256} for text in texts],
-        "seeds": seeds,
-        "criterion": f"again / first, averaged with both neighbours, is at most {effective.AT_MOST}",
-        "effective": used,
-        "distances": [asdict(one) for one in distances],
-        "weighed": {name: {"length": length, "seeds": again, **asdict(one)} for name, one in weighed.items()},
-    }
-    write_json("--out", out, {**law.to_dict(), "measured": measured})
-    _print_distances(distances)
-    for line in _reasons(used, known["pretrained"], effective.AT_MOST, law.to_dict(), length, weighed):
+        tuned = tune(
+            loaded.model,
+            loaded.tokenizer,
+            context=arguments.context,
+            texts=texts,
+            trials=trials,
+            seed=seed,
+            name=arguments.model,
+            command=command_line(),
+            progress=progress,
+        )
+    with files.refusing(f"cannot write {out}", "give --out a place to write to"):
+        tuned.write(out)
+    _print_distances(tuned.distances)
+    told = tuned.law.to_dict()
+    for line in _reasons(tuned.effective, told["pretrained"], effective.AT_MOST, told, tuned.length, tuned.weighed):
         print(line)
-    print(f"wrote {out}: `--laws {out}` compares with it", file=sys.stderr)
+    say(f"wrote {out}: `--laws {out}` compares with it")
     return 0
 
 
-def _print_distances(distances: list[Distance]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
+def _detect(arguments: Namespace, count: int) -> int:
+    """Find the scales of dpe by its published detection."""
+    need("eval", "wonderwords")
+    from rpe3d.evaluate import detection
+    from rpe3d.evaluate.origin import versions
+    from rpe3d.evaluate.texts import read_texts
+    from rpe3d.evaluate.under import about
+    from rpe3d.geometry import make_law
+    from rpe3d.models import as_stock, facts
 
+    texts = read_texts(arguments.texts)
+    loaded = load_model(arguments)
+    known = facts(as_stock(loaded.model))
+    make_law("dpe", context=arguments.context, **known)  # refuses a context before anything is measured
+    essay = " ".join(text.content for text in texts)
+    asked = detection.questions(loaded.tokenizer, arguments.context, count, essay)
+    with progress_bar() as progress:
+        law, trials = detection.detect(loaded.model, loaded.tokenizer, known, arguments.context, asked, progress)
+    others = detection.base_scale(known["pretrained"], arguments.context)
+    measured = {
+        "command": command_line(),
+        "model": about(loaded.model, arguments.model, known),
+        "versions": versions(),
+        "texts": [{"name": text.name, "sha256": text.sha256} for text in texts],
+        "task": f"ruler:{detection.TASK}",
+        "samples": count,
+        "others": others,
+        "trials": [asdict(trial) for trial in trials],
+    }
+    write_json("--out", arguments.out, {**law.to_dict(), "measured": measured})
+    _print_trials(trials)
+    print(f"scales {'-'.join(map(str, law.own['scales']))}: the best of each group, where all others have {others}")
+    say(f"wrote {arguments.out}: `--laws {arguments.out}` compares with it")
+    return 0
+
+
+def _print_trials(trials: list[Trial]) -> None:
+    scales = sorted({trial.scale for trial in trials})
+    table = new_table("group", *(f"scale {scale}" for scale in scales))
+    for group in sorted({trial.group for trial in trials}):
+        found = {trial.scale: trial.score for trial in trials if trial.group == group}
+        table.add_row(str(group + 1), *(f"{found[scale]:.1f}" for scale in scales))
+    show(table)
+
+
+def _print_distances(distances: list[Distance]) -> None:
     from rpe3d.evaluate import effective
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("distance", "first sight", "repeated", "share", "averaged", "text up to here"):
-        table.add_column(column, justify="right", no_wrap=True)
+    table = new_table("distance", "first sight", "repeated", "share", "averaged", "text up to here")
     for one, mean in zip(distances, effective.averaged(distances), strict=True):
         losses = f"{one.first:.2f}", f"{one.again:.2f}", f"{one.share:.0%}", f"{mean:.0%}"
         table.add_row(str(one.distance), *losses, f"{one.text:.2f}")
-    Console().print(table)
+    show(table)
 
 
 def _reasons(
     used: int, pretrained: int, at_most: float, law: dict[str, Any], length: int, weighed: dict[str, Weighed]
 ) -> list[str]:
-    """What was chosen, and why, one line each."""
+    """Say what was chosen and why, a line for each parameter."""
     if not used:
         return [
             "It copies from nowhere, so its effective context cannot be told this way: the rule of thumb stands.",

@@ -97,7 +97,7 @@ def split(common: Any, longest: float, build: Any) -> Batch | None:
 
 
 def _only(common: Any, rows: list[int], tokens: Tensor, starts: list[int], lengths: list[int]) -> Any:
-    """The batch of some of its sequences."""
+    """Return the part of a batch that holds the sequences `rows`."""
     counts = [starts[row + 1] - starts[row] for row in rows]
     at = torch.tensor([0, *counts], dtype=common.query_start_loc_cpu.dtype).cumsum(0, dtype=torch.int32)
     index = torch.tensor(rows, device=common.seq_lens.device)

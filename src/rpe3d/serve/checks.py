@@ -11,6 +11,8 @@ from rpe3d.models.carried import carried
 VERSIONS = ("0.32",)
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Model types whose answers are those of transformers, by test."""
+UNLIKE_LLAMA = {"unrotated_layers", "head_pieces", "unturned_pairs", "positions_noted"}
+"""What a config says of layers and heads that vLLM's backend would rotate as Llama's."""
 
 
 def version_refusal(version: str) -> str | None:
@@ -32,7 +34,7 @@ def check_model(config: Any) -> Law:
     if law is None:
         raise ConfigError("this model carries no law", "`rpe3d serve MODEL --context N` gives it one")
     parameters = getattr(config, "rope_parameters", {})
-    if config.model_type not in FAMILIES or "rope_type" not in parameters or "unrotated_layers" in parameters:
+    if config.model_type not in FAMILIES or "rope_type" not in parameters or parameters.keys() & UNLIKE_LLAMA:
         raise ConfigError(
             f"models of type {config.model_type!r} are not served under a law",
             f"tested are {', '.join(FAMILIES)}; others run in transformers",
@@ -44,7 +46,7 @@ def check_model(config: Any) -> Law:
         )
     if law.grows:
         raise ConfigError(
-            "dynamic NTK changes its frequencies as a text grows, and keys that are cached keep the old ones",
+            f"{law.name} changes its frequencies as a text grows, and keys that are cached keep the old ones",
             "take another law, such as 3d-rpe",
         )
     return law

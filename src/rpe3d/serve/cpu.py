@@ -63,7 +63,7 @@ def readers(dtype: torch.dtype, page: int, dim: int, isa: str) -> tuple[Reader, 
 
 
 def _reader(held: Tensor, page: int, dim: int) -> Reader:
-    """A reader for a page whose n-th number is number held[n] of [page, dim]."""
+    """Return a reader of pages whose n-th number is number held[n] of [page, dim]."""
     order, number = held.argsort(), torch.arange(page * dim)
     if not held[order].equal(number):
         raise ConfigError("vLLM's cache holds keys in a way that is not known", "serve with --dtype float32")

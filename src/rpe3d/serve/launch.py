@@ -97,7 +97,7 @@ def prepare(name: str, law: str | None, context: int | None, parameters: dict[st
 
 
 def _extended(config: Any, law: str, context: int, parameters: dict[str, Any]) -> dict[str, Any]:
-    """What `extend` would write into a model's config: found on a model of one narrow layer, without the weights."""
+    """Return what `extend` would write into a model's config, found on a model of one narrow layer, without weights."""
     from transformers import AutoModelForCausalLM
 
     from rpe3d.models import extend

@@ -51,7 +51,7 @@ def install() -> None:
 
 
 def _checked(head_size: int, is_neox_style: bool) -> Law:
-    """The law of the model that is being built, if all about it can be served."""
+    """Return the law of the model that is being built; refuse a law or an engine that cannot be served."""
     from vllm.v1.attention.selector import get_attn_backend
 
     from rpe3d.serve.backend import LawBackend
@@ -72,7 +72,7 @@ def _checked(head_size: int, is_neox_style: bool) -> Law:
 
 
 def as_vllm_turns(law: Law) -> bool:
-    """Whether vLLM's own table is the law's: then short prompts are those of the stock model bit for bit."""
+    """Say whether vLLM's own table is the law's: short prompts are then the stock model's, bit for bit."""
     scaling, same = law.rotary.scaling, law.keeps_frequencies and law.keeps_scaling
     return same and law.single_turn in (None, STOCK) and (scaling is None or scaling.rope_type == "llama3")
 

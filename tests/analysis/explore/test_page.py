@@ -53,7 +53,7 @@ def test_an_invalid_setting_is_in_the_file_with_its_explanation(small):
 def test_the_grid_of_a_file_asks_each_question_once_and_no_other_twice():
     keys = [key(question) for question in grid(FILE)]
     assert len(keys) == len(set(keys))
-    assert len(keys) == 48 * (27 + 2 * 9 + 3 + 5 * 3 + 6)  # chunk, window, reach: three, two, one, or none of them
+    assert len(keys) == 48 * (27 + 2 * 9 + 3 + 5 * 3 + 10)  # chunk, window, reach: three, two, one, or none of them
 
 
 def test_the_same_file_is_written_every_time(small):

@@ -1,6 +1,6 @@
 """What the page asks for: one law on one model, as JSON. The only place where its numbers are made.
 
-A question is {"law", "pretrained", "context", "head_dim", "rope_theta"} with those of "chunk", "window", "reach" that
+A question is {"law", "pretrained", "context", "head_dim", "rope_theta"} with those of `SLIDERS` that
 are not the law's own defaults, and "plane" (default: a slow one). An answer to a law that cannot be made is
 {"error": {"problem", "hint"}}, in the library's own words.
 """
@@ -22,10 +22,10 @@ from rpe3d.config import ConfigError, known_keys, whole
 from rpe3d.geometry import DEFAULT, LAWS, Law, decay_bound, make_law, resolution
 
 MODEL = ("pretrained", "context", "head_dim", "rope_theta")
-SLIDERS = ("chunk", "window", "reach")
-KEPT = ("focus", "fade")
-"""What a reach of one's own switches off. A slider is no reason to, so what is copied from the page names them."""
-BUCKETS, IN_BUCKET = 200, 16
+OPTIONS = ("chunk", "window", "reach")
+"""Parameters that have an option of their own on the command line; the others are given by --set."""
+SLIDERS = (*OPTIONS, "focus", "fade", "sinks", "far", "block")
+BUCKETS, IN_BUCKET, BANDS = 200, 16, 40
 SIDE = 36
 RINGS, ON_RING, ON_CIRCLE = 18, 11, 180
 HEIGHT = math.radians(50)
@@ -33,17 +33,13 @@ WIDEST = 1024  # dimensions of a head: no model has more, and every plane is loo
 
 
 def answer(question: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything that the page shows of a law, or why there is no such law."""
+    """Return everything that the page shows of a law, or why there is no such law."""
     known_keys("a question", question, ("law", *MODEL, *SLIDERS, "plane"))
     try:
         given = {name: number(question[name]) for name in SLIDERS if name in question}
         model = {name: number(question[name]) for name in MODEL}
         whole("head_dim", model["head_dim"], most=WIDEST)
         law = make_law(question["law"], **model, **given)
-        if "reach" in given:
-            usual = make_law(law.name, **model)
-            given |= {name: getattr(usual, name) for name in KEPT if name in law.parameters()}
-            law = make_law(law.name, **model, **given)
         plane = whole("plane", number(question.get("plane", slow_plane(law))), least=0, most=law.rotary.pairs - 1)
     except KeyError as missing:
         raise ConfigError(f"a question lacks {missing}", f"give law, {', '.join(MODEL)}") from None
@@ -55,12 +51,12 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
     found = runs(law, 1024)
     return {
         "error": None,
-        "parameters": {name: value for name, value in law.own.items() if name in SLIDERS},
+        "parameters": {name: getattr(law, name) for name in SLIDERS if name in law.parameters()},
         "plane": plane,
         "planes": law.rotary.pairs,
         "shown": _extremes(law, plane),
         "distance": few.tolist(),
-        "bound": _rounded(decay_bound(law, last, last - few)),
+        "bound": _bands(law),
         "resolution": _rounded(told),
         "resolved": _digits(float((told.abs() > 0.999).double().mean())),
         "runs": found,
@@ -75,7 +71,7 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def number(value: Any) -> Any:
-    """Text from an address as the number that it is; what is none is left for the law to refuse in its own words."""
+    """Parse text from an address as a number; anything else is left for the law to refuse in its own words."""
     if isinstance(value, str) and re.fullmatch(r"-?[0-9]{1,15}", value):
         return int(value)
     if isinstance(value, str) and re.fullmatch(r"-?[0-9]{1,15}(\.[0-9]{1,15})?(e[+-]?[0-9]{1,3})?", value):
@@ -84,7 +80,7 @@ def number(value: Any) -> Any:
 
 
 def slow_plane(law: Law) -> int:
-    """The fastest plane that turns by less than half a circle within the pretrained length.
+    """Return the fastest plane that turns by less than half a circle within the pretrained length.
 
     Fast ones have met every angle in training; in this one, what was met and what was not can be seen at one glance.
     """
@@ -93,7 +89,7 @@ def slow_plane(law: Law) -> int:
 
 
 def _extremes(law: Law, plane: int) -> list[float | None]:
-    """The lowest and the highest position shown in every bucket of distances, in the order in which they come.
+    """Return the lowest and the highest position shown in every bucket of distances, in the order in which they come.
 
     A line through them shows teeth that are narrower than the buckets.
     """
@@ -107,15 +103,23 @@ def _extremes(law: Law, plane: int) -> list[float | None]:
     return _rounded(extremes)
 
 
+def _bands(law: Law) -> dict[str, list[float | None]]:
+    """Return the mean, least and most of eq. 7's bound in bands of distances: it swings from token to token."""
+    last, many = law.context - 1, distances(law, BUCKETS * IN_BUCKET)
+    pieces = [piece[~piece.isnan()] for piece in decay_bound(law, last, last - many).tensor_split(BANDS)]
+    told = [(p.mean(), p.min(), p.max()) if len(p) else (math.nan,) * 3 for p in pieces]
+    return {name: _rounded([float(of[i]) for of in told]) for i, name in enumerate(("mean", "low", "high"))}
+
+
 def _matrix(law: Law, plane: int) -> dict[str, Any]:
-    """The position shown to every pair of `SIDE` tokens spread over the context, a row for each query."""
+    """Return the position shown to every pair of `SIDE` tokens spread over the context, a row for each query."""
     position = distances(law, SIDE)
     f = shown(law, position[:, None], position[None, :], plane)
     return {"positions": position.tolist(), "rows": [_rounded(row[: i + 1]) for i, row in enumerate(f.unbind())]}
 
 
 def _sphere(law: Law, plane: int) -> dict[str, Any]:
-    """Keys as the last query sees them: longitude is the angle between the two in one plane, height the chunk distance.
+    """Place keys as the last query sees them: longitude is the angle in one plane, height the chunk distance.
 
     Heights follow its square root, so that near chunks lie apart. A law without chunks has one coordinate, and goes
     round the equator.
@@ -144,7 +148,7 @@ def _sphere(law: Law, plane: int) -> dict[str, Any]:
 
 
 def _sentence(law: Law, found: list[Run]) -> str:
-    """What it comes to, in words."""
+    """Say what it comes to, in words."""
     share = dict.fromkeys(KINDS, 0)
     for run in found:
         share[run.kind] += run.last + 1 - run.first
@@ -158,7 +162,21 @@ def _sentence(law: Law, found: list[Run]) -> str:
         parts.append("no angle that training has not seen")
     if share["not attended"]:
         parts.append(f"{_percent(share['not attended'] / law.context)} not attended to")
-    return "; ".join(parts) + "."
+    return "; ".join([*parts, *_weighing(law)]) + "."
+
+
+def _weighing(law: Law) -> list[str]:
+    """Say what the last query makes of its far keys."""
+    said, last = [], torch.tensor([law.context - 1])
+    far = law.regions[-1]
+    if far.fade is not None and law.context > far.fade.span:
+        sharper, share = float(far.fade.sharpness(last)), math.exp(-float(far.fade.loss(last)))
+        said.append(
+            f"the last query takes far keys {sharper:.2f} times sharper, at {100 * share:.0f}\u00a0% of their weight"
+        )
+    if far.choice is not None:
+        said.append(f"a query sees at most {far.choice.most * far.choice.size:,} far keys")
+    return said
 
 
 def _percent(share: float) -> str:
@@ -172,7 +190,7 @@ def _percent(share: float) -> str:
 
 
 def code(name: str, context: int, given: Mapping[str, Any]) -> str:
-    """The call that extends a model so; `model` is the user's."""
+    """Return the call that extends a model so; `model` is the user's."""
     law = "" if name == DEFAULT else f'"{name}", '
     return f"import rpe3d\n\nrpe3d.extend(model, {law}{', '.join(_keywords(context, given))})"
 
@@ -182,10 +200,10 @@ def _keywords(context: int, given: Mapping[str, Any]) -> list[str]:
 
 
 def command(name: str, context: int, given: Mapping[str, Any]) -> str:
-    """The same on the command line; MODEL and DIR are the user's."""
+    """Return the same on the command line; MODEL and DIR are the user's."""
     law = "" if name == DEFAULT else f" --law {name}"
     options = "".join(
-        f" --{option} {value}" if option in SLIDERS else f" --set {option}={value}" for option, value in given.items()
+        f" --{option} {value}" if option in OPTIONS else f" --set {option}={value}" for option, value in given.items()
     )
     return f"rpe3d extend MODEL --context {context}{law}{options} --out DIR"
 
@@ -196,13 +214,13 @@ def _rounded(values: Tensor | list[float]) -> list[float | None]:
 
 
 def _digits(value: float) -> float:
-    """Five digits, which is more than a screen shows, and whole numbers as such."""
+    """Round to five digits, which is more than a screen shows, and keep whole numbers as such."""
     short_form = float(f"{value:.5g}")
     return int(short_form) if short_form.is_integer() else short_form
 
 
 def about_laws() -> dict[str, Any]:
-    """What the page has to know of every law beforehand."""
+    """Return what the page has to know of every law beforehand."""
     return {
         name: {"summary": law.summary, "sliders": {s: law.parameters()[s] for s in SLIDERS if s in law.parameters()}}
         for name, law in LAWS.items()

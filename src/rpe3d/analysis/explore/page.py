@@ -17,7 +17,7 @@ from rpe3d.drawing.palette import KIND_COLOURS
 from rpe3d.geometry import LAWS, styles
 
 START: dict[str, Any] = {"pretrained": 8192, "context": 65536, "head_dim": 64, "rope_theta": 100000}
-Stops = Mapping[str, list[int]]
+Stops = Mapping[str, list[int] | list[float]]
 LIVE: Stops = {
     "pretrained": [2**n for n in range(9, 18)],
     "context": [2**n for n in range(10, 21)],
@@ -26,6 +26,11 @@ LIVE: Stops = {
     "chunk": [n for e in range(4, 16) for n in (2**e, 3 * 2 ** (e - 1))],
     "window": [n for e in range(6, 17) for n in (2**e, 5 * 2 ** (e - 2), 3 * 2 ** (e - 1), 7 * 2 ** (e - 2))],
     "reach": [n for e in range(7, 17) for n in (2**e, 5 * 2 ** (e - 2), 3 * 2 ** (e - 1), 7 * 2 ** (e - 2))],
+    "focus": [0, 0.5, 1, 1.5, 2, 3, 4],
+    "fade": [0, 0.0625, 0.125, 0.25, 0.5, 1, 2],
+    "sinks": [0, 1, 4, 16],
+    "far": [0, *(2**n for n in range(3, 11))],
+    "block": [2**n for n in range(1, 8)],
 }
 FILE: Stops = {
     "pretrained": [4096, 8192],
@@ -35,7 +40,13 @@ FILE: Stops = {
     "chunk": [256, 1024],
     "window": [1024, 3072],
     "reach": [3072, 6144],
+    "focus": [],
+    "fade": [],
+    "sinks": [],
+    "far": [],
+    "block": [],
 }
+"""A file has an answer to each combination, so it has no sliders for how far keys weigh."""
 
 
 SCRIPTS = ("settings.js", "words.js", "spheres.js", "charts.js", "start.js")
@@ -43,7 +54,7 @@ SCRIPTS = ("settings.js", "words.js", "spheres.js", "charts.js", "start.js")
 
 
 def live_page(measured: Mapping[str, Any] | None = None) -> str:
-    """The page that asks its server."""
+    """Return the page that asks its server."""
     return _page({"stops": LIVE, "start": _start(measured), "measured": measured, "answers": None})
 
 
@@ -52,7 +63,7 @@ def file_page(
     stops: Stops = FILE,
     progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> str:
-    """The page with the answer to every question that its sliders can ask."""
+    """Return the page with the answer to every question that its sliders can ask."""
     questions = list(grid(stops))
     answers = {}
     for done, question in enumerate(questions):
@@ -65,7 +76,7 @@ def file_page(
 
 
 def grid(stops: Stops) -> Iterator[dict[str, Any]]:
-    """Every question that sliders with these stops can ask: all models, all laws, each parameter default or chosen."""
+    """Return every question that sliders with these stops can ask: models, laws, each parameter or its default."""
     for model in product(*(stops[name] for name in MODEL)):
         for name, law in about_laws().items():
             own = [slider for slider in SLIDERS if slider in law["sliders"]]
@@ -75,12 +86,12 @@ def grid(stops: Stops) -> Iterator[dict[str, Any]]:
 
 
 def key(question: Mapping[str, Any]) -> str:
-    """A question as the page writes it, too: its values in a fixed order."""
+    """Write a question as the page writes it: its values in a fixed order."""
     return "&".join(f"{name}={question[name]}" for name in ("law", *MODEL, *SLIDERS) if name in question)
 
 
 def _shared(answers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Answers whose parts stand in a list, once each: most do not depend on the head dimension or the base."""
+    """Put the parts of answers into a list, once each: most do not depend on the head dimension or the base."""
     places: dict[str, int] = {}
     kept: dict[str, dict[str, int]] = {}
     for name, parts in answers.items():
@@ -92,7 +103,7 @@ def _shared(answers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _start(measured: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The model that the page opens with: the one that was measured, or the default one."""
+    """Return the model that the page opens with: the one that was measured, or the default one."""
     if measured is None:
         return START
     return {name: measured["model"].get(name, START[name]) for name in MODEL}
@@ -124,5 +135,5 @@ def _page(setup: Mapping[str, Any]) -> str:
 
 
 def _hash(text: str) -> str:
-    """The inline text that a browser may run: this one and no other."""
+    """Return the inline text that a browser may run: this one and no other."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

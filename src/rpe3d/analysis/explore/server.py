@@ -46,7 +46,7 @@ class Server(ThreadingHTTPServer):
         return f"http://{f'[{host}]' if ':' in host else host}:{self.server_address[1]}/"
 
     def known(self, name: str) -> bool:
-        """Whether a request names this server: a loopback name, or, where it listens to others, any plain address."""
+        """Say whether a request names this server: a loopback name, or any plain address if it listens to others."""
         if name == "localhost":
             return True
         try:
@@ -56,7 +56,7 @@ class Server(ThreadingHTTPServer):
         return address.is_loopback or not ip_address(str(self.server_address[0])).is_loopback
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that goes away in the middle is nobody's error."""
+        """Ignore a client that goes away in the middle."""
         if not isinstance(sys.exc_info()[1], (ConnectionError, TimeoutError)):
             super().handle_error(request, client_address)
 
@@ -113,7 +113,7 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: the page asks with every move of a slider."""
+        """Log nothing: the page asks with every move of a slider."""
 
 
 @lru_cache(maxsize=256)

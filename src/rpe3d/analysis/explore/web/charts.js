@@ -122,6 +122,14 @@ function line(plot, style, points) {
   draw(plot.inside, "path", { class: "curve", d: path, ...stroke(style, 1) });
 }
 
+function band(plot, style, points) {
+  const known = points.filter(([, low]) => low !== null);
+  const place = ([x, y]) => `${plot.scaleX(x).toFixed(1)} ${plot.scaleY(y).toFixed(1)}`;
+  const over = known.map(([x, , high]) => place([x, high]));
+  const back = known.map(([x, low]) => place([x, low])).reverse();
+  if (known.length) draw(plot.inside, "path", { d: `M${[...over, ...back].join("L")}Z`, fill: tone(style), opacity: 0.14 });
+}
+
 function under({ svg, box }, text) {
   draw(svg, "text", { x: (box.left + box.right) / 2, y: box.bottom + 33, "text-anchor": "middle" }, text);
 }
@@ -193,19 +201,21 @@ function showStrips() {
 }
 
 function showBound() {
-  const values = good().flatMap((side) => numbersOf(answers[side].bound));
+  const values = good().flatMap((side) => ["low", "high"].flatMap((end) => numbersOf(answers[side].bound[end])));
   const top = Math.max(10, ...values) * 1.15;
   const low = Math.max(0.3, 0.8 * Math.min(5, ...values));
   const ticks = [1, 2, 5, 10, 20, 50].filter((tick) => tick >= low && tick <= top);
   const plot = chart("bound", { x: [0, state.context], y: [low, top], log: true, ticks });
   for (const side of inOrder()) {
-    const found = answers[side];
-    line(plot, { ...look(side), width: 1.1, dash: [] }, found.distance.map((at, i) => [at, found.bound[i]]));
+    const { mean, low, high } = answers[side].bound;
+    const at = (i) => ((i + 0.5) / mean.length) * state.context;
+    band(plot, look(side), mean.map((_, i) => [at(i), low[i], high[i]]));
+    line(plot, look(side), mean.map((value, i) => [at(i), value]));
   }
   under(plot, "true distance (tokens)");
   const falls = good().map((side) => {
-    const bound = numbersOf(answers[side].bound);
-    return `${state[side].law} from ${bound[0]} down to ${Math.min(...bound)}`;
+    const bound = numbersOf(answers[side].bound.mean);
+    return `${state[side].law} from ${bound[0]} to ${bound.at(-1)} on average`;
   });
   describe(plot, `Decay bound against distance: ${falls.join("; ")}.`);
 }

@@ -17,6 +17,9 @@ const answers = { a: null, b: null };
 let precomputed = null;
 
 const byId = (id) => document.getElementById(id);
+const given = (x) => x !== null && x !== undefined;
+const figure = (x) => (Number.isInteger(x) ? whole(x) : String(x));
+const apart = (x, y) => (x > 0 && y > 0 ? Math.abs(Math.log(x / y)) : Math.abs(x - y));
 const whole = (x) => Math.round(x).toLocaleString("en");
 const short = (x) => (x >= 1024 && x % 512 === 0 ? `${x / 1024}k` : whole(x));
 const tone = (look) => (dark.matches ? look.dark : look.light);
@@ -43,7 +46,8 @@ function draw(parent, tag, attributes, text) {
 // --- settings
 
 const sidesInUse = () => SIDES.filter((side) => state[side].law);
-const slidersOf = (side) => (state[side].law ? Object.keys(setup.laws[state[side].law].sliders) : []);
+const hasStops = (name) => live || setup.stops[name].length > 0;
+const slidersOf = (side) => (state[side].law ? Object.keys(setup.laws[state[side].law].sliders).filter(hasStops) : []);
 
 function read(path) {
   const [side, name] = path.split(".");
@@ -57,11 +61,13 @@ function write(path, value) {
   else state[side][name] = value;
 }
 
+const least = (stops) => (stops.every(Number.isInteger) ? 1 : "any");
+
 function field(path, label, help, stops, optional) {
   const id = path.replace(".", "-");
   const range = make("input", { type: "range", id, min: 0, max: stops.length - (optional ? 0 : 1), step: 1 });
   const exact = live
-    ? make("input", { type: "number", id: `${id}-exact`, min: 1, step: 1, "aria-label": `${label}, exactly` })
+    ? make("input", { type: "number", id: `${id}-exact`, min: Math.min(1, ...stops), step: least(stops), "aria-label": `${label}, exactly` })
     : make("output", { id: `${id}-exact`, htmlFor: id });
   range.addEventListener("input", () => {
     const at = Number(range.value);
@@ -86,14 +92,14 @@ function field(path, label, help, stops, optional) {
     const settled = side && answers[side] && !answers[side].error ? answers[side].parameters[path.split(".")[1]] : null;
     let nearest = 0;
     stops.forEach((stop, i) => {
-      if (value && Math.abs(Math.log(stop / value)) < Math.abs(Math.log(stops[nearest] / value))) nearest = i;
+      if (given(value) && apart(stop, value) < apart(stops[nearest], value)) nearest = i;
     });
-    range.value = value ? nearest + (optional ? 1 : 0) : 0;
-    const words = value ? whole(value) : `default${settled ? `, ${whole(settled)}` : ""}`;
+    range.value = given(value) ? nearest + (optional ? 1 : 0) : 0;
+    const words = given(value) ? figure(value) : `default${given(settled) ? `, ${figure(settled)}` : ""}`;
     range.setAttribute("aria-valuetext", words);
     if (!live) exact.value = words;
     else {
-      exact.placeholder = settled ? whole(settled) : "default";
+      exact.placeholder = given(settled) ? figure(settled) : "default";
       if (document.activeElement !== exact) exact.value = value ?? "";
     }
   };
@@ -141,7 +147,7 @@ function buildControls() {
     law.show = () => (choice.value = state[side].law);
     group.append(law);
     fields.push(law);
-    for (const name of setup.sliders) {
+    for (const name of setup.sliders.filter(hasStops)) {
       const row = field(`${side}.${name}`, name, " ", setup.stops[name], true);
       const show = row.show;
       row.show = () => {
@@ -165,7 +171,7 @@ function link() {
   for (const name of ["plane", "token", "turn"]) if (state[name]) words.set(name, state[name]);
   for (const side of SIDES) {
     words.set(side, state[side].law);
-    for (const name of slidersOf(side)) if (state[side][name]) words.set(`${side}.${name}`, state[side][name]);
+    for (const name of slidersOf(side)) if (given(state[side][name])) words.set(`${side}.${name}`, state[side][name]);
   }
   return `#${words}`;
 }

@@ -5,7 +5,7 @@
 function question(side) {
   const words = new URLSearchParams({ law: state[side].law });
   for (const name of setup.model) words.set(name, state[name]);
-  const own = setup.sliders.filter((name) => slidersOf(side).includes(name) && state[side][name]);
+  const own = setup.sliders.filter((name) => slidersOf(side).includes(name) && given(state[side][name]));
   for (const name of own) words.set(name, state[side][name]);
   return words;
 }

@@ -1,0 +1,87 @@
+"""`rpe3d generate`: a document is asked under a law that has room for it, and the answer alone is data."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from refusal import refusal
+
+import rpe3d
+import tiny_lm
+from rpe3d.cli import main
+from rpe3d.models.load import load
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+FEW = ("--max-new", "8", "--device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_lm.save(tmp_path_factory.mktemp("generate") / "model")
+
+
+@pytest.fixture
+def document(tmp_path):
+    (tmp_path / "long.txt").write_text("the sun and the moon " * 30)  # a token for each byte: beyond 256
+    return tmp_path / "long.txt"
+
+
+def said(capsys, *argv):
+    assert main(["generate", *map(str, argv)]) == 0
+    return capsys.readouterr()
+
+
+def answer_of(folder, text, **law):
+    """What transformers itself says, with the model extended by hand."""
+    loaded = load(str(folder), device="cpu")
+    if law:
+        rpe3d.extend(loaded.model, **law)
+    ids = torch.tensor([loaded.tokenizer(text).input_ids])
+    made = loaded.model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    return loaded.tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def test_a_document_is_asked_under_a_law_with_room_for_it(folder, document, capsys):
+    found = said(capsys, folder, "where?", "--document", document, *FEW)
+    text = f"{document.read_text().strip()}\n\nwhere?"
+    assert found.out.rstrip("\n") == answer_of(folder, text, context=1024).rstrip("\n")
+    assert "note: 3d-rpe from 256 to 1024 tokens" in found.err
+
+
+def test_a_short_prompt_is_answered_by_the_model_as_it_is(folder, capsys):
+    found = said(capsys, folder, "where?", *FEW)
+    assert found.out.rstrip("\n") == answer_of(folder, "where?").rstrip("\n")
+    assert "note" not in found.err
+
+
+def test_any_law_with_its_parameters_and_stdin(folder, document, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("where?"))
+    argv = ["--law", "near=3d-rpe:chunk=16", "--reach", "64", "--context", "1k", "--document", document, *FEW]
+    found = said(capsys, folder, *argv, "-")
+    assert "chunk 16, window 48, reach 64" in found.err
+    text = f"{document.read_text().strip()}\n\nwhere?"
+    assert found.out.rstrip("\n") == answer_of(folder, text, context=1024, chunk=16, reach=64).rstrip("\n")
+
+
+def test_what_has_no_room_is_refused(folder, document, capsys):
+    argv = ("--document", document, *FEW)
+    code, problem, hint = refusal(capsys, "generate", folder, "where?", "--context", "512", *argv)
+    assert code == 1
+    assert problem.endswith("tokens, above the context of 512")
+    assert "raise --context" in hint
+    assert refusal(capsys, "generate", folder, " ", *FEW)[1] == "the prompt is empty"
+    assert refusal(capsys, "generate", folder, "x", "--law", "3drpe")[2].startswith("did you mean '3d-rpe'?")
+    assert "cannot read" in refusal(capsys, "generate", folder, "x", "--document", document.parent / "none")[1]
+
+
+def test_a_law_of_the_checkpoint_that_is_replaced_is_said(folder, tmp_path, document, capsys):
+    """--context alone puts the checkpoint under the default law: its own must not go without a word."""
+    own = str(tmp_path / "own")
+    assert main(["extend", str(folder), "--context", "512", "--out", own, "--law", "3d-rpe:chunk=32"]) == 0
+    with pytest.warns(UserWarning, match="is longer than the context 512"):
+        kept = said(capsys, own, "where?", "--document", document, *FEW).err
+    assert "the checkpoint's law is for 512; --context N replaces it" in kept
+    replaced = said(capsys, own, "where?", "--document", document, "--context", "1k", *FEW).err
+    assert "note: the checkpoint's own law (3d-rpe from 256 to 512 tokens, chunk 32," in replaced
