@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 OLDEST := .venv-oldest
 SERVE  := .venv-serve
 
-.PHONY: demo test test-gpu test-oldest test-serve check format clean
+.PHONY: demo test test-gpu test-oldest test-serve docs check check-wheel format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -15,7 +15,9 @@ help:
 	@echo "make test-gpu     the tests of kernels, library calls and models on this machine's GPU"
 	@echo "make test-oldest  the tests of models, the survey and commands, on the oldest transformers that is supported"
 	@echo "make test-serve   the tests of serving, with vLLM on the CPU, in a venv of its own (4 GB)"
-	@echo "make check   format, lint, types, import contract"
+	@echo "make docs    the documentation as a site, in site/"
+	@echo "make check   format, lint, types, import contract, dead links"
+	@echo "make check-wheel  a wheel, installed with each extra into an empty venv, does its work (minutes)"
 	@echo "make format  rewrite the sources in the house format"
 
 # A torch that the machine already has (2.11 or newer) is used as it is; otherwise 2.13.0 is installed.
@@ -63,17 +65,26 @@ test-oldest: $(OLDEST)/.ready
 
 # Warnings are vLLM's own. One thread: on a busy machine the steps of tiny models would wait for the second.
 test-serve: $(SERVE)/.ready
-	OMP_NUM_THREADS=1 $(SERVE)/bin/python -m pytest -W ignore tests/serve tests/cli/test_serve.py
+	OMP_NUM_THREADS=1 $(SERVE)/bin/python -m pytest -W ignore tests/serve tests/cli/test_serve.py tests/test_examples.py::test_a_served_model_answers
 
+# mkdocs counts warnings, and so dead links, only where it prints them: not with --quiet.
 check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/mkdocs build --strict --site-dir build/site
+
+docs: $(READY)
+	$(BIN)/mkdocs build --strict
+	@echo "open site/index.html, or, to search as well: python -m http.server --bind 127.0.0.1 --directory site"
+
+check-wheel:
+	$(PYTHON) tools/check_wheel.py
 
 format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(SERVE) demo build src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(OLDEST) $(SERVE) demo build site src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
