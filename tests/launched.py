@@ -10,11 +10,16 @@ import sys
 
 
 def launched(count, *argv):
-    """The exit codes of so many processes, with what `accelerate launch` sets for them, and their stderr."""
+    """The exit codes of `rpe3d` with these arguments in so many processes, and their stderr."""
+    return launched_python(count, "-m", "rpe3d", *argv)
+
+
+def launched_python(count, *argv):
+    """The exit codes of so many Pythons, with what `accelerate launch` sets for them, and their stderr."""
     port = str(_free_port())
     shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
     shared |= {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "rpe3d", *map(str, argv)]
+    command = [sys.executable, *map(str, argv)]
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     processes = [
         subprocess.Popen(command, env={**os.environ, **shared, "RANK": str(i), "LOCAL_RANK": str(i)}, **pipes)

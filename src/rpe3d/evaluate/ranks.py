@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from rpe3d.config import ConfigError
 from rpe3d.evaluate.memory import out_of_memory
 from rpe3d.models.devices import has_cuda
+from rpe3d.models.processes import processes
 
 T = TypeVar("T")
 
@@ -60,9 +60,7 @@ class Ranks:
 
 def ranks() -> Ranks:
     """Return this process's place among those that `accelerate launch` started."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    state = processes(cpu=not has_cuda())
+    if state is None:
         return Ranks()
-    from accelerate import PartialState
-
-    state: Any = PartialState(cpu=not has_cuda())
     return Ranks(index=state.process_index, count=state.num_processes, device=str(state.device))

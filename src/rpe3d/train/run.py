@@ -25,6 +25,7 @@ from rpe3d.models.checkpoint import fingerprint
 from rpe3d.models.devices import has_cuda
 from rpe3d.models.extend import check_savable
 from rpe3d.models.load import Loaded, load
+from rpe3d.models.processes import processes
 from rpe3d.train import folder, sound
 from rpe3d.train.attention import TrainingAttention, training_attention
 from rpe3d.train.batches import Steps
@@ -58,7 +59,7 @@ def train(
     """
     kind = choice("device", device or ("cuda" if has_cuda() else "cpu"), ("cpu", "cuda"))
     corpus = open_corpus(settings.data, settings.split)
-    state = _processes(kind)
+    state = processes(cpu=kind == "cpu")
     first = state is None or state.process_index == 0
     result = out / ("model" if settings.method == "full" else "adapter")
     with folder.locked(out) if first else nullcontext():
@@ -102,15 +103,6 @@ def train(
         if first:
             folder.write_json(out / folder.ASKED, {**asked, folder.FINISHED: settings.total_steps})
     return result
-
-
-def _processes(kind: str) -> Any:
-    """Return this process among those that `accelerate launch` or torchrun started; None for one alone."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return None
-    from accelerate import PartialState
-
-    return PartialState(cpu=kind == "cpu")
 
 
 def _place(state: Any, kind: str) -> Any:
