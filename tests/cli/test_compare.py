@@ -88,6 +88,22 @@ def test_an_interrupted_run_leaves_a_valid_file_and_the_same_command_goes_on(fol
     assert [r["law"] for r in whole["rows"]] == ["rope", "rope", "dca", "dca"]
 
 
+def test_laws_made_for_a_longer_context_are_measured_on_short_texts(folder, tmp_path):
+    """What a server pays that is set up for long prompts and is sent short ones: static YaRN's rope is another."""
+    of = {}
+    for name, more in (("own", ()), ("long", ("--context", "2k"))):
+        file = tmp_path / f"{name}.json"
+        argv = ("--laws", "rope,yarn,3d-rpe:chunk=64,window=192", "--lengths", "256", "--measures", "ppl", *more)
+        assert run(folder, *argv, "--windows", "1", "--device", "cpu", "--json", file) == 0
+        of[name] = json.loads(file.read_text())
+    assert "context" not in of["own"]["settings"]
+    assert of["long"]["settings"]["context"] == 2048
+    assert [row["context"] for row in of["long"]["rows"]] == [2048] * 3
+    own, long = ([row["ppl"] for row in of[name]["rows"]] for name in ("own", "long"))
+    assert [*own, long[0], long[2]] == pytest.approx([own[0]] * 5, rel=1e-6)
+    assert abs(long[1] - own[0]) > 1e-3 * own[0]
+
+
 def test_results_of_other_settings_are_refused_or_replaced_when_asked(folder, tmp_path, capsys):
     file = tmp_path / "r.json"
     command = (folder, "--laws", "rope", *SMALL, "--measures", "ppl", "--json", file)

@@ -160,6 +160,8 @@ def test_a_template_without_a_system_turn_is_said_where_one_is_needed(data, tmp_
         (["--tasks", "passkey", "--length", "100"], "length is 100, outside [256,"),
         (["--tasks", "passkey", "--protocol", "press"], "protocol 'press' is not known"),
         (["--tasks", "passkey", "--limit", "0"], "limit is 0, outside [1,"),
+        (["--tasks", "passkey", "--context", "64k"], "--context is given without --law"),
+        (["--tasks", "passkey", "--law", "rope", "--length", "8k", "--context", "4k"], "length 8192 is beyond the"),
         (["--tasks", "passkey", "--chat", "lama2"], "chat 'lama2' is not known"),
         (["--tasks", "passkey", "--json", "none/r.json"], "there is no folder none"),
         (["--tasks", "longbench:lcc", "--data", "none"], "there is no folder none"),

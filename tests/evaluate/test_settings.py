@@ -42,6 +42,7 @@ def test_four_windows_or_all_of_a_published_protocol():
         ({"passkeys": 1.5}, "passkeys is 1.5"),
         ({"batch": 0}, "batch is 0"),
         ({"seed": -1}, "seed is -1"),
+        ({"lengths": [512, 256], "context": 511}, "length 512 is beyond the context 511"),
     ],
 )
 def test_what_cannot_be_is_refused(given, problem):

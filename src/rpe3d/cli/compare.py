@@ -6,7 +6,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
-from rpe3d.cli.arguments import kept, laws, need, results_file, sizes
+from rpe3d.cli.arguments import kept, laws, need, results_file, size, sizes
 from rpe3d.cli.model import MODEL, add_model_arguments, check_laws, check_loaded, load_model
 from rpe3d.cli.terminal import STDOUT, new_table, note, print_json, progress_bar, room, say, show, width_of
 from rpe3d.config import ConfigError, choice
@@ -14,7 +14,9 @@ from rpe3d.config import ConfigError, choice
 LAWS = "rope,yarn,dca,3d-rpe"
 LENGTHS = "8k,16k,32k"
 LAW = "laws by name, name:parameter=value, LABEL=name:parameter=value, or law files"
+MEASURED = ("context", "protocol", "windows", "copies", "passkeys", "seed", "batch")
 WITHOUT = "there are fewer than three windows or trials, or windows overlap: raise --windows, or give longer --texts"
+CONTEXT = "make every law for texts of N tokens, e.g. 64k, and measure it on shorter ones; default: for each length"
 KEYS = (
     "longppl: read its key tokens from here, or find and write them. Default: tokens that are key to the model itself "
     "under any of the laws that read the whole text"
@@ -33,6 +35,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         default=LENGTHS,
         help=f"tokens in a window; default {LENGTHS}",
     )
+    add("--context", metavar="N", type=size, help=CONTEXT)
     add_text_arguments(parser)
     add(
         "--measures",
@@ -93,7 +96,7 @@ def run(arguments: Namespace) -> int:
         laws=given,
         lengths=arguments.lengths,
         measures=arguments.measures.split(","),
-        **{name: getattr(arguments, name) for name in ("protocol", "windows", "copies", "passkeys", "seed", "batch")},
+        **{name: getattr(arguments, name) for name in MEASURED},
     )
     if arguments.against:
         choice("law", arguments.against, [law.label for law in given])
@@ -104,7 +107,7 @@ def run(arguments: Namespace) -> int:
     file = results_file(arguments, "compare.json")
     if file is not None:
         check(file, {} if arguments.overwrite else {"settings": settings.to_dict()})
-    check_laws(arguments, given, settings.lengths)
+    check_laws(arguments, given, [settings.context] if settings.context else settings.lengths)
     first = ranks().first
     loaded = load_model(arguments)
     check_loaded(loaded.model, given)

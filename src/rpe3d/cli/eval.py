@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rpe3d.cli.arguments import kept, laws, need, results_file, sizes
-from rpe3d.cli.compare import LAW, add_probe_arguments, add_text_arguments
+from rpe3d.cli.arguments import kept, laws, need, results_file, size, sizes
+from rpe3d.cli.compare import CONTEXT, LAW, add_probe_arguments, add_text_arguments
 from rpe3d.cli.model import MODEL, add_model_arguments, check_laws, check_loaded, load_model
 from rpe3d.cli.terminal import STDOUT, new_table, note, print_json, progress_bar, room, say, show, width_of
 from rpe3d.config import ConfigError
@@ -34,6 +34,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         type=sizes,
         help="contexts that prompts are cut to; default: the model's own",
     )
+    add("--context", metavar="N", type=size, help=CONTEXT)
     add("--data", metavar="DIR", type=Path, help="folder with SUITE/TASK.jsonl; default: from the hub")
     add_text_arguments(parser)
     add("--limit", metavar="N", type=int, help="samples of each task; default all (as many as upstream makes)")
@@ -71,7 +72,9 @@ def run(arguments: Namespace) -> int:
 
     tasks = parse_tasks(arguments.tasks.split(","))
     given = laws(arguments.law) if arguments.law else []
-    names = ("limit", "batch", "protocol", "windows", "copies", "passkeys", "seed")
+    if arguments.context is not None and not given:
+        raise ConfigError("--context is given without --law", "add the law, or leave --context out")
+    names = ("context", "limit", "batch", "protocol", "windows", "copies", "passkeys", "seed")
     asked: dict[str, Any] = {
         "tasks": tasks,
         "laws": given,
@@ -86,7 +89,7 @@ def run(arguments: Namespace) -> int:
     file = results_file(arguments, "eval.json")
     if file is not None:
         check(file, {}, "eval")
-    check_laws(arguments, given, arguments.length or ())
+    check_laws(arguments, given, [arguments.context] if arguments.context else arguments.length or ())
     first = ranks().first
     loaded = load_model(arguments)
     chat, unknown = chat_of(arguments.chat, loaded.tokenizer, called(arguments.model))

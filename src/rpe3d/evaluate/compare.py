@@ -56,7 +56,7 @@ def compare(
     check_tokens(tokens, settings.lengths)
     known = facts(as_stock(model))
     asked = [as_the_checkpoint_has_it(model, entry) for entry in settings.entries]
-    laws = laws_at(asked, settings.lengths, known)
+    laws = laws_at(asked, settings.lengths, known, settings.context)
     for entry in asked:  # a law that refuses all lengths has wrong parameters
         raise_if_all_refuse(laws[entry.label, length] for length in settings.lengths)
     content: dict[str, Any] = {

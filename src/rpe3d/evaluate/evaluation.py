@@ -68,7 +68,7 @@ def evaluate(
     With `file` they are written there after each row, and predictions beside it after each batch; what is there already
     is kept. `keys` is a file of LongPPL's key tokens. `generate` may be another engine than the model's own.
     """
-    laws = laws_of(model, ask.entries, ask.lengths)
+    laws = laws_of(model, ask.entries, ask.lengths, ask.context)
     template = chat.tokenizer.chat_template if chat.form == TEMPLATE else None
     known = fingerprint(model, chat.tokenizer) | {"generation": generation(model, template)}
     content: dict[str, Any] = {

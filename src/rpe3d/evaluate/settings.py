@@ -30,6 +30,8 @@ class Asked:
     protocol: str = "windows"
     seed: int = 0
     batch: int = 1
+    context: int | None = None
+    """Length that every law is made for; None: that of each row."""
 
     needed: ClassVar[tuple[str, ...]] = ("lengths",)
     """Fields of which at least one must be given."""
@@ -51,7 +53,13 @@ class Asked:
             protocol=choice("protocol", self.protocol, PROTOCOLS),
             seed=whole("seed", self.seed, least=0),
             batch=whole("batch", self.batch),
+            context=None if self.context is None else whole("context", self.context),
         )
+        if self.context is not None and max(self.lengths, default=0) > self.context:
+            raise ConfigError(
+                f"length {max(self.lengths)} is beyond the context {self.context}",
+                "raise the context, or leave it out: each law is then made for the length of its row",
+            )
         for name in self.needed:
             if not getattr(self, name):
                 raise ConfigError(f"no {name} are given", f"give at least one of {name}")
@@ -60,6 +68,11 @@ class Asked:
     def window_count(self) -> int | None:
         """Windows of text per row, with the default; None: all of them."""
         return WINDOWS if self.windows is None and self.protocol == "windows" else self.windows
+
+    @property
+    def fixed(self) -> dict[str, int]:
+        """Return the context for a results file; files of rows with a context each say nothing of it."""
+        return {} if self.context is None else {"context": self.context}
 
     @property
     def entries(self) -> tuple[LawSpec, ...]:
@@ -93,6 +106,7 @@ class Settings(Asked):
             "protocol": self.protocol,
             "seed": self.seed,
             "batch": self.batch,
+            **self.fixed,
         }
 
 
@@ -120,4 +134,4 @@ class Ask(Asked):
         """Return the settings that every row of a results file shares."""
         names = ("limit", "protocol", "windows", "copies", "passkeys", "seed")
         rules = "authors" if self.authors else "upstream"
-        return {"chat": chat, "chat_rules": rules, **{name: getattr(self, name) for name in names}}
+        return {"chat": chat, "chat_rules": rules, **{name: getattr(self, name) for name in names}, **self.fixed}

@@ -18,7 +18,9 @@ Cell = tuple[str, int]
 STOCK = "stock"
 
 
-def laws_of(model: Any, entries: Sequence[LawSpec], lengths: Sequence[int]) -> Mapping[Cell, Law | ConfigError | None]:
+def laws_of(
+    model: Any, entries: Sequence[LawSpec], lengths: Sequence[int], context: int | None = None
+) -> Mapping[Cell, Law | ConfigError | None]:
     """Return every law at every length, as `laws_at`; refuse where there is none at all.
 
     Without laws the model as it is, which is None: any checkpoint can be measured so, also one that takes no law.
@@ -26,20 +28,23 @@ def laws_of(model: Any, entries: Sequence[LawSpec], lengths: Sequence[int]) -> M
     own = law_of(model)
     if not entries:
         return {(own.name if own else STOCK, length): None for length in lengths}
-    made = laws_at([as_the_checkpoint_has_it(model, entry) for entry in entries], lengths, facts(model))
+    made = laws_at([as_the_checkpoint_has_it(model, entry) for entry in entries], lengths, facts(model), context)
     raise_if_all_refuse(made.values())
     return made
 
 
 def laws_at(
-    entries: Sequence[LawSpec], lengths: Sequence[int], known: Mapping[str, Any]
+    entries: Sequence[LawSpec], lengths: Sequence[int], known: Mapping[str, Any], context: int | None = None
 ) -> dict[Cell, Law | ConfigError]:
-    """Return every law at every length as its documentation has it for that length; where it has none, its refusal."""
+    """Return every law at every length as its documentation has it for that length, or for a given `context`.
+
+    Where a law refuses, its refusal stands instead.
+    """
     made: dict[Cell, Law | ConfigError] = {}
     for entry in entries:
         for length in lengths:
             try:
-                made[entry.label, length] = entry.at(length, known)
+                made[entry.label, length] = entry.at(context or length, known)
             except ConfigError as refusal:
                 made[entry.label, length] = refusal
     return made
