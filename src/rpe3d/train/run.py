@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -26,7 +25,7 @@ from rpe3d.models.devices import has_cuda
 from rpe3d.models.extend import check_savable
 from rpe3d.models.load import Loaded, load
 from rpe3d.models.processes import processes
-from rpe3d.train import folder, sound
+from rpe3d.train import folder, sharded, sound
 from rpe3d.train.attention import TrainingAttention, training_attention
 from rpe3d.train.batches import Steps
 from rpe3d.train.chat import Chats
@@ -74,6 +73,7 @@ def train(
         if (finished := folder.finished_steps(out, result)) == settings.total_steps:
             note(f"{result} is finished already")
             return result
+        sharded.check(settings, kind, folder.last_checkpoint(out))
         bf16 = settings.precision == "bf16" or (settings.precision is None and kind != "cpu")
         loaded = load(
             settings.model,
@@ -107,7 +107,7 @@ def train(
 
 def _place(state: Any, kind: str) -> Any:
     """Return where the weights are loaded to: what FSDP will divide must not be whole on one GPU first."""
-    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+    if sharded.wanted(kind):
         return "cpu"
     return kind if state is None or kind == "cpu" else state.device
 
@@ -234,7 +234,7 @@ def _quiet() -> Iterator[None]:
 def _finish(trainer: LawTrainer, loaded: Loaded, settings: Settings, out: Path, result: Path, note: Any) -> None:
     """Write a plot, and then the result under its name: once that exists, the run is over."""
     model = trainer.accelerator.unwrap_model(trainer.model)
-    sharded = trainer.accelerator.get_state_dict(trainer.model) if trainer.is_fsdp_enabled else None
+    whole = trainer.accelerator.get_state_dict(trainer.model) if trainer.is_fsdp_enabled else None
     if trainer.args.process_index == 0:
         draw_loss(rows_of(trainer.state.log_history), f"{settings.model} under {settings.law}", out / "loss.png")
         made = out / f"{folder.UNFINISHED}-{result.name}"
@@ -242,7 +242,7 @@ def _finish(trainer: LawTrainer, loaded: Loaded, settings: Settings, out: Path, 
             with folder.writing(str(result)):
                 made.mkdir()
                 model.config.use_cache = True
-                save_trained(model, made, sharded, _told(settings))
+                save_trained(model, made, whole, _told(settings))
                 if settings.method == "full" and (law := law_of(loaded.model)):
                     write_model_card(made, law, settings.model, training=_told(settings))
                 if loaded.tokenizer is not None:
