@@ -3,7 +3,7 @@
 A job: {"settings", "out", "processes": 1, "kill": null, ["forward", n], ["rename", n] or ["event", n]}: kill -9 at the
 n-th forward, when the n-th checkpoint is written but has not its name yet, or at the n-th of all forwards, writes and
 renames. "nan": [rank, step] puts a NaN into the gradient that a process has for a step. "say" names a file for what is
-refused. "config" names a configuration of `accelerate launch`, whose environment the processes get.
+refused. "minutes" is given to `train`. "config" names a configuration of `accelerate launch`, whose environment the processes get.
 Or {"check": "ulysses" or "sharded", "processes": 2}, or {"copy": [from, to]}.
 """
 
@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from rpe3d.config import ConfigError
-from rpe3d.train import Settings, folder, run, sound, train
+from rpe3d.train import OutOfTime, Settings, folder, run, sound, train
 from rpe3d.train.attention import TrainingAttention, training_attention
 from rpe3d.train.trainer import LawTrainer
 from rpe3d.train.ulysses import sequence_parallel
@@ -98,7 +98,9 @@ def work(job, rank, port):
     elif kill:
         killed_at(*{"forward": (LawTrainer, "training_step"), "rename": (folder, "settle")}[kill[0]], kill[1])
     try:
-        train(Settings(**job["settings"]), Path(job["out"]), device="cpu")
+        train(Settings(**job["settings"]), Path(job["out"]), device="cpu", minutes=job.get("minutes"))
+    except OutOfTime:
+        return 3
     except ConfigError as error:
         print(error, file=sys.stderr)
         if "say" in job:

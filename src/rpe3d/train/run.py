@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from itertools import islice
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from rpe3d.config import ConfigError, choice
+from rpe3d.config import ConfigError, choice, real
 from rpe3d.geometry import Law, saved_law
 from rpe3d.models import extend, law_of, pretrained_length
 from rpe3d.models.adapters import FILE, adapter_law
@@ -30,6 +31,7 @@ from rpe3d.train.attention import TrainingAttention, training_attention
 from rpe3d.train.batches import Steps
 from rpe3d.train.chat import Chats
 from rpe3d.train.corpus import Corpus, open_corpus
+from rpe3d.train.limit import Limit, OutOfTime
 from rpe3d.train.log import Progress, Watch, draw_loss, rows_of
 from rpe3d.train.lora import base_name, save_trained, trainable
 from rpe3d.train.samples import READ, Place, Sample, read_so_far
@@ -51,11 +53,16 @@ def train(
     trust_remote_code: bool = False,
     progress: Progress = silent,
     note: Any = lambda text: None,
+    minutes: float | None = None,
 ) -> Path:
     """Train as `settings` say, in the folder `out`; returns the folder of the result.
 
-    The same call resumes where an earlier one stopped. `note` is called with what a user should be told.
+    The same call resumes where an earlier one stopped. `note` is called with what a user should be told. After so many
+    `minutes` it stops at a checkpoint and raises OutOfTime.
     """
+    begun = time.monotonic()
+    if minutes is not None:
+        real("minutes", minutes, above=True)
     kind = choice("device", device or ("cuda" if has_cuda() else "cpu"), ("cpu", "cuda"))
     corpus = open_corpus(settings.data, settings.split)
     state = processes(cpu=kind == "cpu")
@@ -84,6 +91,9 @@ def train(
         for text in loaded.notes:
             note(text)
         trainer = _prepared(settings, out, corpus, loaded, kind, bf16, progress)
+        limit = None if minutes is None else Limit(minutes, begun)
+        if limit is not None:
+            trainer.add_callback(limit)
         last = folder.last_checkpoint(out)
         if first:
             asked["model_sha256"] = asked["model_sha256"] or fingerprint(settings.model)  # it may have been downloaded
@@ -97,8 +107,9 @@ def train(
                 (out / "log.csv").unlink(missing_ok=True)  # of a run that left nothing else
         if last is not None:
             note(f"resumes from {last.name}")
-        with _quiet(), _attention(trainer, loaded.model, settings):
-            trainer.train(resume_from_checkpoint=None if last is None else str(last))
+        learn(trainer, loaded.model, settings, resume=last)
+        if limit is not None and limit.stopped:
+            raise OutOfTime(trainer.state.global_step, settings.total_steps)
         _finish(trainer, loaded, settings, out, result, note)
         if first:
             folder.write_json(out / folder.ASKED, {**asked, folder.FINISHED: settings.total_steps})
@@ -196,6 +207,12 @@ def _samples(settings: Settings, corpus: Corpus, tokenizer: Any, place: Place) -
         field=settings.text_field,
         place=place,
     )
+
+
+def learn(trainer: LawTrainer, model: Any, settings: Settings, resume: Path | None = None) -> None:
+    """Make the steps of a trainer, with the attention that the law of its model needs."""
+    with _quiet(), _attention(trainer, model, settings):
+        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
 
 
 @contextmanager
