@@ -12,7 +12,7 @@ trained to, or of a window that is longer. The adapter is not merged. The measur
 The same command resumes where it was stopped, and parts add up: nothing is trained or measured twice. With `--minutes`
 it stops at a checkpoint in time. A way whose rows are all in the CSV needs its adapter no more: with CSVs and run.json
 alone, DIR can be carried to another machine, where the next way is trained.
-Writes DIR/<way>/adapter, finetune-<device>.csv and .png, and the training losses as finetune-loss-<device>.csv and .png.
+Writes DIR/<way>/adapter, finetune-<device>.csv and .png, and training losses as finetune-loss-<device>.csv and .png.
 """
 
 from __future__ import annotations

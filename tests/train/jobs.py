@@ -3,7 +3,8 @@
 A job: {"settings", "out", "processes": 1, "kill": null, ["forward", n], ["rename", n] or ["event", n]}: kill -9 at the
 n-th forward, when the n-th checkpoint is written but has not its name yet, or at the n-th of all forwards, writes and
 renames. "nan": [rank, step] puts a NaN into the gradient that a process has for a step. "say" names a file for what is
-refused. "minutes" is given to `train`. "config" names a configuration of `accelerate launch`, whose environment the processes get.
+refused. "minutes" is given to `train`. "config" names a configuration of `accelerate launch`, whose environment the
+processes get.
 Or {"check": "ulysses" or "sharded", "processes": 2}, or {"copy": [from, to]}.
 """
 

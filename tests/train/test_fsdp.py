@@ -45,7 +45,7 @@ def runs(drive, asked, tmp_path_factory):
         if method == "lora":
             jobs.append({"copy": [f"{folder}/lora-cut/checkpoint-2", f"{folder}/left/checkpoint-2"]})
             codes.append([])
-        job(f"{method}-cut", often, 0, **count)
+        job(f"{method}-cut", often, 0, **divided)  # by two, whatever came before
     job("lora-2", {"sequence_parallel": 2}, 0, **divided)
     job("bf16-1", {"precision": "bf16"}, 0)
     job("bf16-2", {"precision": "bf16"}, 0, **divided)
@@ -123,7 +123,7 @@ def test_a_configuration_that_cannot_be_saved_or_resumed_is_refused(asked, monke
 
 
 def ask_for_fsdp(monkeypatch):
-    for name, value in {
-        "ACCELERATE_USE_FSDP": "true", "WORLD_SIZE": "2", "FSDP_VERSION": "2", "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
-    }.items():  # fmt: skip
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    monkeypatch.setenv("FSDP_STATE_DICT_TYPE", "FULL_STATE_DICT")

@@ -68,8 +68,8 @@ def _add_settings(parser: ArgumentParser) -> None:
 def given_settings(arguments: Namespace) -> dict[str, Any]:
     """Return the recipe's keywords, overridden by those of the command line."""
     recipe = {} if arguments.recipe is None else read_recipe(arguments.recipe)
-    own = {"quiet", "verbose", "out", "recipe", "device", "minutes", "trust_remote_code", "law", "set", *SIZES, "model", "kind"}
-    own |= {"lora_plus"}
+    own = {"quiet", "verbose", "out", "recipe", "device", "trust_remote_code", "law", "set", *SIZES, "model", "kind"}
+    own |= {"lora_plus", "minutes"}
     if recipe.get("kind", arguments.kind) != arguments.kind:
         raise ConfigError(f"{arguments.recipe} is a recipe for {recipe['kind']}", f"use `rpe3d train {recipe['kind']}`")
     given = {**recipe, "kind": arguments.kind}

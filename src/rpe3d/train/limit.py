@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 from rpe3d.train import sound
 
 
-class OutOfTime(Exception):  # noqa: N818  not an error: the run was asked to stop
+class OutOfTime(Exception):
     """Says at which of its steps a run stopped because its minutes were over."""
 
     def __init__(self, step: int, steps: int) -> None:
