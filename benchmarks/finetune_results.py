@@ -138,6 +138,8 @@ def draw(rows: Sequence[Row], title: str, context: int, looks: Looks, path: Path
 
 def draw_losses(rows: Sequence[Row], title: str, looks: Looks, path: Path) -> None:
     """The training loss by step: a line for every way, as far as it has come."""
+    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+
     curves: dict[str, list[tuple[int, float]]] = defaultdict(list)
     for row in rows:
         curves[row["law"]].append((int(row["step"]), float(row["loss"])))
@@ -145,6 +147,10 @@ def draw_losses(rows: Sequence[Row], title: str, looks: Looks, path: Path) -> No
     def lines(axes: Any, paint: Paint) -> None:
         for name in boldest_last(curves, looks):
             line(axes, paint, looks[name], *zip(*curves[name], strict=True))
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(MaxNLocator(6))
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:.3g}"))
+        axes.minorticks_off()
         axes.set_xlim(0, max(int(row["of"]) for row in rows))
         axes.set_xlabel("step")
         labels(axes, paint, looks, {name: points[-1][1] for name, points in curves.items()})
