@@ -14,7 +14,9 @@ the trained length, under the law itself; and, at two and four times, under posi
 `interpolate=true` for the phased forms (Theorem 1). The RoPE model is also measured under train-free laws, which is the
 setting of the paper's Table 4.
 
-The same command resumes where it was stopped, and parts add up: nothing is trained or measured twice.
+The same command resumes where it was stopped, and parts add up: nothing is trained or measured twice. With `--minutes`
+it stops at a checkpoint in time, and shows and draws what there is. A model whose rows are all in the CSV needs its
+weights no more.
 Writes DIR/pretrain-<device>.csv and .png, DIR/tokenizer.json, and weights into DIR/<law>-<seed>.
 """
 
@@ -36,6 +38,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from limit import OUT_OF_TIME, Clock, TimeUpError
 from pretrain_measures import Number, measured
 from pretrain_results import INTERPOLATED, Results, draw, show
 from rpe3d import extend, files
@@ -65,6 +68,7 @@ STATE = "state.safetensors"
 CHUNKS = 8  # in the trained length
 HELD_OUT = 10  # one document in so many is kept for measuring
 TIMES = (1, 2, 4)
+MARGIN = 15.0  # seconds to write a checkpoint, the CSV and the plot, or to measure one cell
 FLOPS = 0.4 * 790e12  # a second: 40 % of an H200's dense bf16
 
 
@@ -197,7 +201,7 @@ def prepare(texts: Mapping[str, str], vocabulary: int, out: Path) -> Data:
 # --- training
 
 
-def trained(model: Any, data: Data, place: Path, seed: int, given: argparse.Namespace) -> list[float]:
+def trained(model: Any, data: Data, place: Path, seed: int, given: argparse.Namespace, clock: Clock) -> list[float]:
     """Train a model under its law, from the last checkpoint on; returns the loss of every step."""
     steps = given.tokens // (given.batch * given.length)
     matrices = [p for p in model.parameters() if p.dim() > 1]
@@ -222,10 +226,13 @@ def trained(model: Any, data: Data, place: Path, seed: int, given: argparse.Name
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             curve[step] = loss.detach()
-            if (step + 1) % 50 == 0 or step + 1 == steps:
+            seen = (step + 1) % 50 == 0 or step + 1 == steps
+            if seen:
                 progress(f"{place.name}, loss {curve[step].item():.3f}", step + 1, steps)
-            if (step + 1) % given.save_every == 0 or step + 1 == steps:
+            saved = (step + 1) % given.save_every == 0 or step + 1 == steps
+            if saved or (seen and clock.over(MARGIN)):
                 save(model, optimizer, curve, step + 1, place)
+                clock.check(MARGIN)
     model.eval()
     if steps > begun:
         rate = (steps - begun) * given.batch * given.length / (time.perf_counter() - since)
@@ -294,7 +301,7 @@ def cells(spec: LawSpec, length: int) -> list[tuple[LawSpec, int]]:
     return own + [(other, times * length) for other in beyond for times in TIMES[1:]]
 
 
-def work(specs: Sequence[LawSpec], data: Data, given: argparse.Namespace, results: Results) -> None:
+def work(specs: Sequence[LawSpec], data: Data, given: argparse.Namespace, results: Results, clock: Clock) -> None:
     """Train and measure, a seed after the other, each model as far as it is not done yet."""
     for seed in given.seeds:
         for spec in specs:
@@ -302,6 +309,7 @@ def work(specs: Sequence[LawSpec], data: Data, given: argparse.Namespace, result
             missing = [c for c in every if results.lacks(spec.label, seed, c[0].label, c[1])]
             if not missing:
                 continue
+            clock.check(MARGIN)
             name = re.sub(r"[^\w.-]+", "-", spec.label)
             place = given.out / f"{name}-{seed}"
             if not (place / STATE).exists():
@@ -310,10 +318,11 @@ def work(specs: Sequence[LawSpec], data: Data, given: argparse.Namespace, result
             model = new_model(given.shape, given.length, seed)
             known = facts(model)
             extend(model, spec.at(given.length, known))
-            curve = trained(model, data, place, seed, given)
+            curve = trained(model, data, place, seed, given, clock)
             about = {"law": spec.label, "seed": seed, "weights": model.num_parameters(), "trained": given.length}
             about["tokens"] = len(curve) * given.batch * given.length
             for applied, length in missing:
+                clock.check(MARGIN)
                 extend(model, applied.at(length, known))
                 windows = data.windows(length, given.shape.windows).to(DEVICE)
                 with torch.autocast(DEVICE, torch.bfloat16, enabled=DEVICE == "cuda"):
@@ -353,6 +362,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, help="windows in a step; default 64 (small), 32 (medium)")
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="default 1e-3")
     parser.add_argument("--save-every", type=int, default=500, help="steps between checkpoints; default 500")
+    parser.add_argument("--minutes", type=float, help="stop cleanly before so many minutes are over, with status 3")
     given = parser.parse_args()
     given.shape = SIZES[choice("size", given.size, SIZES)]
     for key in ("length", "tokens", "batch"):
@@ -364,8 +374,9 @@ def arguments() -> argparse.Namespace:
     return given
 
 
-def main() -> None:
+def main() -> int:
     given = arguments()
+    clock = Clock(given.minutes)
     need("train", "transformers", "tokenizers", "safetensors", "rich", "matplotlib")
     from rpe3d.train import folder
 
@@ -399,13 +410,21 @@ def main() -> None:
                 (given.out / name).unlink(missing_ok=True)
             raise
         results = Results(given.out / f"pretrain-{DEVICE}.csv", origin)
-        work(specs, data, given, results)
-        show(results.rows)
-        draw(results.rows, given.length, results.path.with_suffix(".png"))
+        stopped = False
+        try:
+            work(specs, data, given, results, clock)
+        except TimeUpError:
+            stopped = True
+        if results.rows:
+            show(results.rows)
+            draw(results.rows, given.length, results.path.with_suffix(".png"))
+    if stopped:
+        print("the time is up; the same command resumes", flush=True)
+    return OUT_OF_TIME if stopped else 0
 
 
 if __name__ == "__main__":
     try:
-        main()
+        sys.exit(main())
     except ConfigError as error:
         sys.exit(f"error: {error.problem}\nhint: {error.hint}")

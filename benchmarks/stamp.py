@@ -21,7 +21,10 @@ def stamp(*, cuda: bool) -> dict[str, str]:
 
 
 def _without_folder(arguments: list[str]) -> list[str]:
-    """Where the result was written is no part of the recipe."""
+    """Where the result was written, and in pieces of how many minutes, is no part of the recipe."""
+    if "--minutes" in arguments:
+        at = arguments.index("--minutes")
+        arguments = [*arguments[:at], *arguments[at + 2 :]]
     if "--out" not in arguments:
         return arguments
     at = arguments.index("--out")

@@ -43,6 +43,10 @@ def test_a_run_writes_its_folder_and_says_where_the_result_is(folder, text, tmp_
     out = tmp_path / "run"
     command = ["train", "lm", folder, "--data", text, "--context", "512", "--length", "64", "--steps", "2"]
     command += ["--batch", "2", "--chunk", "16", "--window", "16", "--reach", "48", "--device", "cpu", "--out", out]
+    assert main([*map(str, command), "--minutes", "1e-9"]) == 3
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "note: out of time after step 1 of 2; the same command resumes there" in captured.err
     assert main([*map(str, command)]) == 0
     captured = capsys.readouterr()
     assert captured.out == f"{out / 'adapter'}\n"

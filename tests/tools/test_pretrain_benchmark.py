@@ -56,13 +56,15 @@ def bench(pretrain, results, monkeypatch, texts, tmp_path):
     """Runs the benchmark into a folder, up to twice the trained length; returns its rows without their origin."""
     monkeypatch.setattr(pretrain, "TIMES", (1, 2))
 
-    def run(out, *options, data=texts, drawn=False):
+    def run(out, *options, data=texts, drawn=False, status=0):
         if not drawn:
             monkeypatch.setattr(pretrain, "draw", lambda *_: None)
         given = ["pretrain.py", "--data", data, "--out", tmp_path / out, *TRAINING, *options]
         monkeypatch.setattr(sys, "argv", list(map(str, given)))
-        pretrain.main()
+        assert pretrain.main() == status
         monkeypatch.setattr(pretrain, "draw", results.draw)
+        if not (tmp_path / out / "pretrain-cpu.csv").exists():
+            return []
         with (tmp_path / out / "pretrain-cpu.csv").open(newline="") as file:
             return [{key: row[key] for key in results.NUMBERS} for row in csv.DictReader(file)]
 
@@ -160,6 +162,34 @@ def test_a_run_that_was_stopped_resumes_to_the_same_numbers(pretrain, bench, mon
     assert not steps
     files = [(tmp_path / out / "pretrain-cpu.csv").read_bytes() for out in ("whole", "stopped")]
     assert files[0] == files[1]
+
+
+def test_a_run_that_is_out_of_time_shows_what_there_is_and_resumes(pretrain, bench, monkeypatch, tmp_path):
+    """Out of time at its first checkpoint, after its last, and between two measurements."""
+    options = ("--laws", "3d-rpe-definition", "--seeds", "0")
+    whole = bench("whole", *options)
+    real, steps = torch.nn.utils.clip_grad_norm_, []
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *given: steps.append(1) or real(*given))
+    left = []
+
+    class Limited(pretrain.Clock):
+        """Has time for so many looks at it."""
+
+        def over(self, seconds=0.0):
+            assert seconds == pretrain.MARGIN
+            left[0] -= 1
+            return left[0] < 0
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pretrain, "Clock", Limited)
+        for looks, made, rows in ((1, 2, 0), (3, 6, 0), (2, 6, 1)):
+            left[:] = [looks]
+            found = bench("out", *options, "--minutes", "1", drawn=True, status=3)
+            assert len(steps) == made
+            assert len({(row["applied"], row["length"]) for row in found}) == rows
+            assert (tmp_path / "out" / "pretrain-cpu.png").exists() == bool(rows)
+    assert bench("out", *options, "--minutes", "60") == whole
+    assert len(steps) == STEPS
 
 
 def test_laws_learn_different_things_from_the_same_start(bench, tmp_path):

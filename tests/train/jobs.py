@@ -3,7 +3,9 @@
 A job: {"settings", "out", "processes": 1, "kill": null, ["forward", n], ["rename", n] or ["event", n]}: kill -9 at the
 n-th forward, when the n-th checkpoint is written but has not its name yet, or at the n-th of all forwards, writes and
 renames. "nan": [rank, step] puts a NaN into the gradient that a process has for a step. "say" names a file for what is
-refused. Or {"check": "ulysses" or "sharded", "processes": 2}.
+refused. "minutes" is given to `train`. "config" names a configuration of `accelerate launch`, whose environment the
+processes get.
+Or {"check": "ulysses" or "sharded", "processes": 2}, or {"copy": [from, to]}.
 """
 
 from __future__ import annotations
@@ -14,12 +16,13 @@ import shutil
 import signal
 import socket
 import sys
+from itertools import islice
 from pathlib import Path
 
 import torch
 
 from rpe3d.config import ConfigError
-from rpe3d.train import Settings, folder, run, train
+from rpe3d.train import OutOfTime, Settings, folder, run, sound, train
 from rpe3d.train.attention import TrainingAttention, training_attention
 from rpe3d.train.trainer import LawTrainer
 from rpe3d.train.ulysses import sequence_parallel
@@ -68,7 +71,9 @@ def nan_at(step):
     def broken(self, *args, **kwargs):
         loss = train_step(self, *args, **kwargs)
         if self.state.global_step + 1 == step:
-            next(p for p in self.model.parameters() if p.grad is not None).grad.view(-1)[0] = torch.nan
+            mine = (sound._local(p.grad) for p in self.model.parameters() if p.grad is not None)
+            for part in islice((part for part in mine if part.numel()), 1):  # FSDP has none before the last forward
+                part.view(-1)[0] = torch.nan
         return loss
 
     LawTrainer.training_step = broken
@@ -80,6 +85,9 @@ def work(job, rank, port):
     if count > 1:
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if "config" in job:
+        os.environ |= launched(job["config"])
+        all_divided()
     if "check" in job:
         torch.distributed.init_process_group("gloo")
         {"ulysses": ulysses, "sharded": sharded}[job["check"]]()
@@ -91,7 +99,9 @@ def work(job, rank, port):
     elif kill:
         killed_at(*{"forward": (LawTrainer, "training_step"), "rename": (folder, "settle")}[kill[0]], kill[1])
     try:
-        train(Settings(**job["settings"]), Path(job["out"]), device="cpu")
+        train(Settings(**job["settings"]), Path(job["out"]), device="cpu", minutes=job.get("minutes"))
+    except OutOfTime:
+        return 3
     except ConfigError as error:
         print(error, file=sys.stderr)
         if "say" in job:
@@ -100,6 +110,30 @@ def work(job, rank, port):
     finally:
         sys.stderr.flush()
     return 0
+
+
+def launched(config):
+    """The environment that `accelerate launch --config_file config` gives to its processes."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    given, *_ = _validate_launch_command(launch_command_parser().parse_args(["--config_file", config, "script"]))
+    return prepare_multi_gpu_env(given)
+
+
+def all_divided():
+    """Before every step no process holds all of a weight, but for one that cannot be divided among so many."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    check_step = LawTrainer.check_step
+
+    def checked(self):
+        weights = dict(self.model.named_parameters())
+        assert weights
+        assert all(isinstance(w, DTensor) and w.placements == (Shard(0),) for w in weights.values())
+        check_step(self)
+
+    LawTrainer.check_step = checked
 
 
 def small_model():
@@ -182,6 +216,9 @@ def main():
 
 
 def done(job):
+    if "copy" in job:
+        shutil.copytree(*job["copy"])
+        return []
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

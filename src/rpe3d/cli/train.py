@@ -27,6 +27,10 @@ HOW: dict[str, dict[str, Any]] = {
 """How argparse reads a field, by its type; a text is read as it is."""
 
 
+OUT_OF_TIME = 3
+"""Exit status of a run that stopped because its minutes were over."""
+
+
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the run's own options, with defaults, and those of `Settings`, whose defaults come after a recipe's."""
     add = parser.add_argument
@@ -39,6 +43,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         type=Path,
         help="settings to start from: a file, or a name such as table3-3d-rpe-llama2-7b-32k-small",
     )
+    add("--minutes", metavar="N", type=float, help="stop at a checkpoint before N minutes are over, with exit status 3")
     add("--device", help="cpu or cuda; default the GPU if there is one")
     add("--trust-remote-code", action="store_true", help="run code that comes with the model")
     add("--law", help="the law, name:parameter=value, or a law file; default 3d-rpe")
@@ -64,7 +69,7 @@ def given_settings(arguments: Namespace) -> dict[str, Any]:
     """Return the recipe's keywords, overridden by those of the command line."""
     recipe = {} if arguments.recipe is None else read_recipe(arguments.recipe)
     own = {"quiet", "verbose", "out", "recipe", "device", "trust_remote_code", "law", "set", *SIZES, "model", "kind"}
-    own |= {"lora_plus"}
+    own |= {"lora_plus", "minutes"}
     if recipe.get("kind", arguments.kind) != arguments.kind:
         raise ConfigError(f"{arguments.recipe} is a recipe for {recipe['kind']}", f"use `rpe3d train {recipe['kind']}`")
     given = {**recipe, "kind": arguments.kind}
@@ -93,7 +98,7 @@ def run(arguments: Namespace) -> int:
     settings = Settings(**given_settings(arguments))
     if settings.tensorboard and find_spec("tensorboard") is None:
         raise ConfigError("tensorboard is not installed", "pip install tensorboard, or leave --tensorboard out")
-    from rpe3d.train import train
+    from rpe3d.train import OutOfTime, train
 
     first = os.environ.get("RANK", "0") == "0"
 
@@ -101,15 +106,20 @@ def run(arguments: Namespace) -> int:
         if first:
             note(text)
 
-    with progress_bar(first) as progress:
-        result = train(
-            settings,
-            arguments.out,
-            device=arguments.device,
-            trust_remote_code=arguments.trust_remote_code,
-            progress=progress,
-            note=tell,
-        )
+    try:
+        with progress_bar(first) as progress:
+            result = train(
+                settings,
+                arguments.out,
+                device=arguments.device,
+                trust_remote_code=arguments.trust_remote_code,
+                progress=progress,
+                note=tell,
+                minutes=arguments.minutes,
+            )
+    except OutOfTime as stop:
+        tell(str(stop))
+        return OUT_OF_TIME
     if first:
         print(result)
         after = "`rpe3d merge` makes it one model" if settings.method != "full" else "it carries its law"

@@ -7,13 +7,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rpe3d.train.limit import OutOfTime
     from rpe3d.train.merging import merge
     from rpe3d.train.run import train
     from rpe3d.train.settings import Settings, read_recipe
 
-__all__ = ["Settings", "merge", "read_recipe", "train"]
+__all__ = ["OutOfTime", "Settings", "merge", "read_recipe", "train"]
 
-_HOME = {"Settings": "settings", "merge": "merging", "read_recipe": "settings", "train": "run"}
+_HOME = {
+    "OutOfTime": "limit",
+    "Settings": "settings",
+    "merge": "merging",
+    "read_recipe": "settings",
+    "train": "run",
+}
 
 
 def __getattr__(name: str) -> Any:

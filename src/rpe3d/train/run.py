@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from itertools import islice
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from rpe3d.config import ConfigError, choice
+from rpe3d.config import ConfigError, choice, real
 from rpe3d.geometry import Law, saved_law
 from rpe3d.models import extend, law_of, pretrained_length
 from rpe3d.models.adapters import FILE, adapter_law
@@ -26,11 +26,12 @@ from rpe3d.models.devices import has_cuda
 from rpe3d.models.extend import check_savable
 from rpe3d.models.load import Loaded, load
 from rpe3d.models.processes import processes
-from rpe3d.train import folder, sound
+from rpe3d.train import folder, sharded, sound
 from rpe3d.train.attention import TrainingAttention, training_attention
 from rpe3d.train.batches import Steps
 from rpe3d.train.chat import Chats
 from rpe3d.train.corpus import Corpus, open_corpus
+from rpe3d.train.limit import Limit, OutOfTime
 from rpe3d.train.log import Progress, Watch, draw_loss, rows_of
 from rpe3d.train.lora import base_name, save_trained, trainable
 from rpe3d.train.samples import READ, Place, Sample, read_so_far
@@ -52,11 +53,16 @@ def train(
     trust_remote_code: bool = False,
     progress: Progress = silent,
     note: Any = lambda text: None,
+    minutes: float | None = None,
 ) -> Path:
     """Train as `settings` say, in the folder `out`; returns the folder of the result.
 
-    The same call resumes where an earlier one stopped. `note` is called with what a user should be told.
+    The same call resumes where an earlier one stopped. `note` is called with what a user should be told. After so many
+    `minutes` it stops at a checkpoint and raises OutOfTime.
     """
+    begun = time.monotonic()
+    if minutes is not None:
+        real("minutes", minutes, above=True)
     kind = choice("device", device or ("cuda" if has_cuda() else "cpu"), ("cpu", "cuda"))
     corpus = open_corpus(settings.data, settings.split)
     state = processes(cpu=kind == "cpu")
@@ -74,6 +80,7 @@ def train(
         if (finished := folder.finished_steps(out, result)) == settings.total_steps:
             note(f"{result} is finished already")
             return result
+        sharded.check(settings, kind, folder.last_checkpoint(out))
         bf16 = settings.precision == "bf16" or (settings.precision is None and kind != "cpu")
         loaded = load(
             settings.model,
@@ -84,6 +91,9 @@ def train(
         for text in loaded.notes:
             note(text)
         trainer = _prepared(settings, out, corpus, loaded, kind, bf16, progress)
+        limit = None if minutes is None else Limit(minutes, begun)
+        if limit is not None:
+            trainer.add_callback(limit)
         last = folder.last_checkpoint(out)
         if first:
             asked["model_sha256"] = asked["model_sha256"] or fingerprint(settings.model)  # it may have been downloaded
@@ -97,8 +107,9 @@ def train(
                 (out / "log.csv").unlink(missing_ok=True)  # of a run that left nothing else
         if last is not None:
             note(f"resumes from {last.name}")
-        with _quiet(), _attention(trainer, loaded.model, settings):
-            trainer.train(resume_from_checkpoint=None if last is None else str(last))
+        learn(trainer, loaded.model, settings, resume=last)
+        if limit is not None and limit.stopped:
+            raise OutOfTime(trainer.state.global_step, settings.total_steps)
         _finish(trainer, loaded, settings, out, result, note)
         if first:
             folder.write_json(out / folder.ASKED, {**asked, folder.FINISHED: settings.total_steps})
@@ -107,7 +118,7 @@ def train(
 
 def _place(state: Any, kind: str) -> Any:
     """Return where the weights are loaded to: what FSDP will divide must not be whole on one GPU first."""
-    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+    if sharded.wanted(kind):
         return "cpu"
     return kind if state is None or kind == "cpu" else state.device
 
@@ -198,6 +209,12 @@ def _samples(settings: Settings, corpus: Corpus, tokenizer: Any, place: Place) -
     )
 
 
+def learn(trainer: LawTrainer, model: Any, settings: Settings, resume: Path | None = None) -> None:
+    """Make the steps of a trainer, with the attention that the law of its model needs."""
+    with _quiet(), _attention(trainer, model, settings):
+        trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+
+
 @contextmanager
 def _attention(trainer: LawTrainer, model: Any, settings: Settings) -> Iterator[None]:
     """Return our attention if the law, shifted sparse attention or shared sequences need it; else the model's own."""
@@ -234,7 +251,7 @@ def _quiet() -> Iterator[None]:
 def _finish(trainer: LawTrainer, loaded: Loaded, settings: Settings, out: Path, result: Path, note: Any) -> None:
     """Write a plot, and then the result under its name: once that exists, the run is over."""
     model = trainer.accelerator.unwrap_model(trainer.model)
-    sharded = trainer.accelerator.get_state_dict(trainer.model) if trainer.is_fsdp_enabled else None
+    whole = trainer.accelerator.get_state_dict(trainer.model) if trainer.is_fsdp_enabled else None
     if trainer.args.process_index == 0:
         draw_loss(rows_of(trainer.state.log_history), f"{settings.model} under {settings.law}", out / "loss.png")
         made = out / f"{folder.UNFINISHED}-{result.name}"
@@ -242,7 +259,7 @@ def _finish(trainer: LawTrainer, loaded: Loaded, settings: Settings, out: Path, 
             with folder.writing(str(result)):
                 made.mkdir()
                 model.config.use_cache = True
-                save_trained(model, made, sharded, _told(settings))
+                save_trained(model, made, whole, _told(settings))
                 if settings.method == "full" and (law := law_of(loaded.model)):
                     write_model_card(made, law, settings.model, training=_told(settings))
                 if loaded.tokenizer is not None:

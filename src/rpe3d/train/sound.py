@@ -5,6 +5,7 @@ All processes of a run come to the same answer, so that none waits for one that 
 
 from __future__ import annotations
 
+import errno
 import json
 import pickle
 from collections.abc import Iterable, Iterator
@@ -16,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rpe3d.config import ConfigError
-from rpe3d.train import folder
+from rpe3d.train import folder, sharded
 
 NOTES = (folder.PLACE, "trainer_state.json")
-STATES = ("optimizer.pt", "scheduler.pt")
+STATES = ("optimizer.pt", "scheduler.pt", sharded.WEIGHTS, sharded.OPTIMIZER)
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -59,10 +60,7 @@ def tensors_in(state: Any) -> Iterator[Tensor]:
 
 
 def damage(checkpoint: Path) -> str | None:
-    """Say what keeps a run from resuming at a checkpoint; None where nothing does.
-
-    What FSDP divides among processes has a format of its own and is not read here.
-    """
+    """Say what keeps a run from resuming at a checkpoint; None where nothing does."""
     from safetensors import SafetensorError, safe_open
 
     name = ""
@@ -82,6 +80,8 @@ def damage(checkpoint: Path) -> str | None:
     except FileNotFoundError:
         return f"{name} is missing"
     except OSError as error:
+        if error.errno == errno.EINVAL:  # torch looks for the end of a file before its beginning
+            return f"{name} is cut short or damaged"
         raise ConfigError(f"cannot read {checkpoint / name}: {error.strerror}", "make it readable") from None
     except (ValueError, SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError):
         return f"{name} is cut short or damaged"

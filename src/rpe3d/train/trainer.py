@@ -6,6 +6,7 @@ A loss, a gradient or a weight that is not finite stops it, and its checkpoints 
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from rpe3d.config import ConfigError
 from rpe3d.models.probe import not_finite
-from rpe3d.train import folder, sound
+from rpe3d.train import folder, sharded, sound
 from rpe3d.train.batches import NAMES, Steps
 from rpe3d.train.lora import save_trained
 from rpe3d.train.settings import SCHEDULES, Settings
@@ -27,6 +28,7 @@ from rpe3d.train.settings import SCHEDULES, Settings
 
 def training_arguments(settings: Settings, out: Path, steps: Steps, device: str, bf16: bool) -> TrainingArguments:
     """Return the settings as a Trainer's arguments."""
+    os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16" if bf16 else "no"  # not a launcher's, or an earlier run's
     made: TrainingArguments = TrainingArguments(
         output_dir=str(out),
         max_steps=settings.total_steps,
@@ -58,6 +60,7 @@ def training_arguments(settings: Settings, out: Path, steps: Steps, device: str,
         seed=settings.seed,
     )
     made._n_gpu = min(made.n_gpu, 1)  # several GPUs are several processes, not threads of one
+    sharded.allow_cpus(made.distributed_state)
     return made
 
 
@@ -83,6 +86,12 @@ class LawTrainer(Trainer):  # type: ignore[misc]
         self.since = time.perf_counter()
         self.step_names: list[str] = []
         self.bad_loss: str | None = None
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the accelerator, with float32 where FSDP needs it."""
+        super().create_accelerator_and_postprocess()
+        if self.is_fsdp_enabled:
+            sharded.keep_float32(self.accelerator.state.fsdp_plugin)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return this process's batches unchanged: they are divided among processes already."""

@@ -1,0 +1,37 @@
+"""A run with so many minutes: it stops at a checkpoint before they are over, and the same command resumes it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from transformers import TrainerCallback
+
+from rpe3d.train import sound
+
+
+class OutOfTime(Exception):
+    """Says at which of its steps a run stopped because its minutes were over."""
+
+    def __init__(self, step: int, steps: int) -> None:
+        super().__init__(f"out of time after step {step} of {steps}; the same command resumes there")
+        self.step = step
+        self.steps = steps
+
+
+class Limit(TrainerCallback):  # type: ignore[misc]
+    """Stops all processes at a checkpoint, while there is time to write it."""
+
+    def __init__(self, minutes: float, begun: float) -> None:
+        self.until = begun + 60 * minutes
+        self.longest = 0.0
+        self.since = time.monotonic()
+        self.stopped = False
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Stop unless there is time for another step and a save, each as long as the longest step so far."""
+        now = time.monotonic()
+        self.longest, self.since = max(self.longest, now - self.since), now
+        over = "over" if now + 2 * self.longest > self.until else None
+        if sound.first_of_all(over, args.device) and state.global_step < state.max_steps:
+            self.stopped = control.should_save = control.should_training_stop = True
