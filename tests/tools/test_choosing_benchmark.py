@@ -128,7 +128,8 @@ def test_as_many_blocks_as_there_are_is_every_key(choosing, study):
 
 def test_ways_differ_from_every_key_and_from_each_other(choosing, study):
     """With fewer blocks than there are; a way without an effect would measure nothing."""
-    seen = {name: tuple(nats(study, way).tolist()) for name, way in choosing.WAYS.items() if way.keys <= 1}
+    some = {name: way for name, way in choosing.WAYS.items() if way.keys <= 1 and way.first in (0, 128)}
+    seen = {name: tuple(nats(study, way).tolist()) for name, way in some.items()}  # of 16 blocks 32 keys are the most
     assert len(set(seen.values())) == len(seen)
 
 
