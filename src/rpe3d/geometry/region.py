@@ -175,8 +175,8 @@ class Choice:
     never changes.
 
     What a passage continues with comes after what it has in common with the last tokens: hence the keys before a block.
-    Models rest much of their attention on some early token, often the first newline, that is like nothing: hence the
-    first keys.
+    Models rest much of their attention on some early token, not always the first, that is like nothing: hence the first
+    keys.
     """
 
     most: int
