@@ -1,13 +1,16 @@
-"""Measure ways of choosing a few far blocks of keys: what each keeps of plain text, of copies and of needles.
+"""Measure ways of choosing a few far blocks of keys: what each keeps of text, of copies, of needles and of passkeys.
 
     python benchmarks/choosing.py --model default --text FILE --text FILE --length 32k --out DIR
     python benchmarks/choosing.py --model default --text FILE --length 32k --out DIR --only "mean of 16,all keys"
+    python benchmarks/choosing.py --model default --passkeys 20 --length 16k --out DIR --only "all keys" --through
 
 A prefix with four needles in it is read once under `3d-rpe`, which attends to every far key. Probes follow: the next
 tokens of the text, three passages of the prefix, four questions. A probe sees the prefix and itself, and each of its
 queries chooses far blocks from what precedes it. The prefix is the same for all ways, so a difference is the choice of
-the probes alone. Vectors of probes are float32. Differences are to `all keys + faded`, which is the law itself; their
-standard error is over texts. Writes choosing-<model>.csv after every text, and keeps rows of other lengths and ways.
+the probes alone. With `--through` every way reads the prefix, too, as it does in use, at many times the cost. Passkeys
+are prompts of `rpe3d compare`, one key to a prefix. Vectors of probes are float32. Differences are to `all keys +
+faded`, which is the law itself; their standard error is over texts, or passkeys. Writes choosing-<model>.csv after
+every text, and keeps rows of other lengths and ways.
 """
 
 from __future__ import annotations
@@ -32,6 +35,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from rpe3d.attention import attention
 from rpe3d.cli.arguments import size
 from rpe3d.config import ConfigError, choice
+from rpe3d.evaluate.tasks.retrieval import QUESTION as ASKED
+from rpe3d.evaluate.tasks.retrieval import make_passkey
 from rpe3d.evaluate.texts import Text, read_texts
 from rpe3d.geometry import Law, make_law
 from rpe3d.geometry.region import Choice, Turn
@@ -53,10 +58,12 @@ EARLIER = 0.8  # weight of each earlier query, of the one after it
 WITNESSES, WITNESS, CENTRE = 16, 0.9, 2048  # last keys that vote, weight of each earlier one, keys whose mean is 0
 LEAST = math.log(1e-30)  # log-share of a block below which only the witnesses tell blocks apart
 BARE = Turn(stride=0.0)  # turns a vector back to what it was before RoPE
-KINDS = ("text", "copy", "needle")
+SEED = 70_000  # of the first passkey; those of the results begin at 0
+KINDS = ("text", "copy", "needle", "passkey")
 DIFFERENCES = tuple(f"{kind}_{what}" for kind in KINDS for what in ("diff", "se"))
 NUMBERS = ("model", "length", "way", "texts", *(f"{kind}_nats" for kind in KINDS), "found", "needles")
-FIELDS = (*COLUMNS, *NUMBERS, *DIFFERENCES, "found_all")
+PASSKEYS = ("passkeys", "passkeys_told", "passkeys_all", "passkeys_n")  # answered; their digits; by all keys; of
+FIELDS = (*COLUMNS, *NUMBERS, *DIFFERENCES, "found_all", "prefix", *PASSKEYS)
 
 
 class Study:
@@ -80,14 +87,19 @@ class Study:
         AttentionMaskInterface.register("choosing", lambda *_, **__: None)
         model.config._attn_implementation = "choosing"
 
-    def read(self, prefix: Sequence[int]) -> None:
-        """Read a prefix under the law; the probes that follow see its keys."""
+    def read(self, prefix: Sequence[int], way: Way | None = None) -> None:
+        """Read a prefix under the law, or chunk by chunk under a way; the probes that follow see its keys."""
         if len(prefix) < self.law.window + self.law.chunk:
             raise ConfigError(f"no key of {len(prefix)} tokens is far for all probes", "raise --length")
-        self.way, self.start, self.cache = None, len(prefix), DynamicCache(config=self.model.config)
+        self.way, self.start, self.cache = way, 0, DynamicCache(config=self.model.config)
+        device = self.model.device
         with torch.no_grad():
-            for piece in torch.tensor([prefix], device=self.model.device).split(PIECE, dim=1):
-                self.model(piece, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+            for piece in torch.tensor([prefix], device=device).split(self.law.chunk if way else PIECE, dim=1):
+                self.within = torch.arange(piece.shape[1], device=device)
+                self.probe = torch.zeros_like(self.within)
+                places = {"position_ids": (self.start + self.within)[None], "past_key_values": self.cache}
+                self.model(piece, use_cache=True, logits_to_keep=1, **places)
+                self.start += piece.shape[1]
 
     def nats(self, probes: Sequence[Sequence[int]], way: Way) -> list[tuple[Tensor, Tensor]]:
         """Return the nats of each probe's tokens but the first, and whether each was the most likely token."""
@@ -125,7 +137,7 @@ class Study:
     def look(self, way: Way, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return attention of the probes [g, n, t, d] to near keys and to the far blocks they choose."""
         position, start, chunk = self.start + self.within, self.start, self.law.chunk
-        edge = (position[:, None] // chunk - self.law.near_chunks) * chunk  # keys before it are far
+        edge = (position[:, None] // chunk - self.law.near_chunks).clamp(min=0) * chunk  # keys before it are far
         first, last = int(edge.min()), int(edge.max())
         place = torch.cat([torch.arange(first, start, device=q.device), position])
         mine = torch.cat([place.new_ones(len(self.probe), start - first), self.probe == self.probe[:, None]], 1).bool()
@@ -133,6 +145,8 @@ class Study:
         near = torch.einsum("gntd,gsd->gnts", q, k[:, first:]).masked_fill(~seen, -torch.inf)
         near_log = near.logsumexp(-1)
         near_out = torch.einsum("gnts,gse->gnte", near.softmax(-1), v[:, first:])
+        if not last:
+            return near_out
 
         region, keys = self.law.regions[-1], torch.arange(last, device=q.device)
         fade = region.fade if way.faded else None
@@ -150,7 +164,11 @@ class Study:
                 votes = self.aimed(way, q, k, picked[0])
             if way.z or way.cosine or way.alone:
                 votes = (0 if way.alone else votes.clamp(min=LEAST)) + self.likeness(way, k, picked[0])
-            picked = picked & self.first_and_best(way, votes.masked_fill(~picked, -torch.inf))
+            best = self.first_and_best(way, votes.masked_fill(~picked, -torch.inf), 1 - way.part)
+            if way.part:
+                votes = self.aimed(replace(way, aim=math.inf), q, k, picked[0])
+                best |= self.first_and_best(way, votes.masked_fill(~picked, -torch.inf), way.part)
+            picked = picked & best
         visible = picked[:, None].repeat_interleave(way.block, -1)
         far = (torch.einsum("gntd,gsd->gnts", far_q, far_k) * sharpness).masked_fill(~visible, -torch.inf)
         far_log = far.logsumexp(-1)
@@ -198,7 +216,9 @@ class Study:
         means = ((sums[:, end] - sums[:, begin]) / (end - begin)[:, None]).float()
         wish = self.turned(q, self.start + self.within, BARE).mean(1)
         weight = sum(way.decay**i for i in range(WITNESSES))
-        aim = normalize(pooled - weight * centre, dim=-1) + way.aim * normalize(wish, dim=-1)
+        aim = normalize(wish, dim=-1)
+        if way.aim < math.inf:
+            aim = normalize(pooled - weight * centre, dim=-1) + way.aim * aim
         summary = normalize(means - centre, dim=-1)
         level = (aim.bfloat16().double() @ summary.bfloat16().double().mT / Choice.STEP + 0.5).floor()
         return level + torch.arange(far.shape[1], device=k.device) / (2 * far.shape[1])  # of two alike the nearer
@@ -221,10 +241,10 @@ class Study:
         pooled = torch.stack([way.decay**i * bare[:, index] for i, index in enumerate(last)]).sum(0)
         return pooled, bare
 
-    def first_and_best(self, way: Way, votes: Tensor) -> Tensor:
-        """Return which blocks are chosen [g, t, m]: the first, and those with the most votes."""
-        votes[..., 0] = torch.inf
-        most = max(1, int(way.keys * (self.law.reach // 2)) // way.block)
+    def first_and_best(self, way: Way, votes: Tensor, part: float) -> Tensor:
+        """Return which blocks are chosen [g, t, m]: the first, and those with the most votes; `part` of all."""
+        most = max(1, int(part * way.keys * (self.law.reach // 2)) // way.block)
+        votes[..., : Choice(most=most, size=way.block, first=way.first).always] = torch.inf
         best = votes.topk(min(most, votes.shape[-1]), -1).indices
         return torch.zeros_like(votes, dtype=torch.bool).scatter(-1, best, True)
 
@@ -273,26 +293,49 @@ def prefix_and_probes(
     return ids[:length], probes
 
 
+def passkey_and_probe(tokenizer: Any, length: int, depth: float, seed: int) -> tuple[list[int], list[Probe]]:
+    """Return the grass with a key in it, and the question with its answer: `length` tokens together."""
+    trial = make_passkey(tokenizer, length, depth, seed, opening(tokenizer))
+    question = encode(tokenizer, "\n" + ASKED)
+    prompt = trial.prompt.tolist()
+    probe = Probe(kind="passkey", ids=[*question, *trial.answer], skip=len(question))
+    return prompt[: -len(question)], [probe]
+
+
 def measure(study: Study, probes: Sequence[Probe], way: Way) -> dict[str, float]:
-    """Return the mean nats of each kind of probe under a way, and how many needles were found."""
-    nats: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    found = 0
+    """Return the mean nats of each kind of probe under a way, and how many needles and passkeys were found.
+
+    `told`: passkeys whose digits were found, also where the model would rather have begun with another word.
+    """
+    nats: dict[str, list[float]] = {}
+    counts = dict.fromkeys(("found", "passkeys", "told"), 0)
     for probe, (each, hit) in zip(probes, study.nats([probe.ids for probe in probes], way), strict=True):
-        nats[probe.kind].append(float(each[probe.skip - 1 :].mean()))
-        found += probe.kind == "needle" and bool(hit[probe.skip - 1 :].all())
-    return {kind: statistics.fmean(values) for kind, values in nats.items()} | {"found": found}
+        nats.setdefault(probe.kind, []).append(float(each[probe.skip - 1 :].mean()))
+        counts["found"] += probe.kind == "needle" and bool(hit[probe.skip - 1 :].all())
+        counts["passkeys"] += probe.kind == "passkey" and bool(hit[probe.skip - 1 :].all())
+        counts["told"] += probe.kind == "passkey" and bool(hit[probe.skip :].all())
+    return {kind: statistics.fmean(values) for kind, values in nats.items()} | counts
 
 
 def row(way: str, mine: Sequence[Mapping[str, float]], base: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """Return the numbers of a way on some texts, beside those of attending to every key on the same ones."""
-    made: dict[str, Any] = {"way": way, "texts": len(mine), "needles": len(NEEDLES) * len(mine)}
-    for kind in KINDS:
-        differences = [a[kind] - b[kind] for a, b in zip(mine, base, strict=True)]
-        made[f"{kind}_nats"] = round(statistics.fmean(one[kind] for one in mine), 4)
+    """Return the numbers of a way on some prefixes, beside those of attending to every key on the same ones."""
+    made: dict[str, Any] = {"way": way}
+    many = {kind: sum(kind in one for one in mine) for kind in KINDS}
+    for kind in (kind for kind in KINDS if many[kind]):
+        pairs = [(a[kind], b[kind]) for a, b in zip(mine, base, strict=True) if kind in a]
+        differences = [a - b for a, b in pairs]
+        made[f"{kind}_nats"] = round(statistics.fmean(a for a, _ in pairs), 4)
         made[f"{kind}_diff"] = round(statistics.fmean(differences), 4)
-        if len(mine) > 1:
-            made[f"{kind}_se"] = round(statistics.stdev(differences) / math.sqrt(len(mine)), 4)
-    return made | {"found": sum(one["found"] for one in mine), "found_all": sum(one["found"] for one in base)}
+        if len(pairs) > 1:
+            made[f"{kind}_se"] = round(statistics.stdev(differences) / math.sqrt(len(pairs)), 4)
+    sums = {name: (sum(one[name] for one in mine), sum(one[name] for one in base)) for name in ("found", "passkeys")}
+    if many["text"]:
+        made |= {"texts": many["text"], "needles": len(NEEDLES) * many["text"]}
+        made |= dict(zip(("found", "found_all"), sums["found"], strict=True))
+    if many["passkey"]:
+        made |= dict(zip(("passkeys", "passkeys_all"), sums["passkeys"], strict=True))
+        made |= {"passkeys_told": sum(one["told"] for one in mine), "passkeys_n": many["passkey"]}
+    return made
 
 
 def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -300,8 +343,8 @@ def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     kept: list[Mapping[str, Any]] = []
     if path.exists():
         with path.open(newline="") as file:
-            made = {(str(one["length"]), one["way"]) for one in rows}
-            kept = [one for one in csv.DictReader(file) if (one["length"], one["way"]) not in made]
+            made = {(str(one["length"]), one["way"], one["prefix"]) for one in rows}
+            kept = [one for one in csv.DictReader(file) if (one["length"], one["way"], one.get("prefix")) not in made]
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
@@ -310,43 +353,61 @@ def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
-    print(f"\n{'way':42} {'text':>7} {'diff':>8} {'± se':>7} {'copy':>7} {'diff':>8} {'needle':>7} {'diff':>8} found")
+    shown = [kind for kind in KINDS if f"{kind}_nats" in rows[0]]
+    print(f"\n{'way':42}" + "".join(f" {kind:>8} {'diff':>8} {'± se':>7}" for kind in shown) + " found")
     for one in rows:
-        text = f"{one['text_nats']:7.4f} {one['text_diff']:+8.4f} {one.get('text_se', math.nan):7.4f}"
-        rest = " ".join(f"{one[f'{kind}_nats']:7.3f} {one[f'{kind}_diff']:+8.3f}" for kind in KINDS[1:])
-        print(f"{one['way']:42} {text} {rest} {one['found']:>2}/{one['needles']}")
+        numbers = (
+            f" {one[f'{kind}_nats']:8.4f} {one[f'{kind}_diff']:+8.4f} {one.get(f'{kind}_se', math.nan):7.4f}"
+            for kind in shown
+        )
+        found = [f"{one[a]}/{one[b]}" for a, b in (("found", "needles"), ("passkeys", "passkeys_n")) if a in one]
+        print(f"{one['way']:42}{''.join(numbers)} {' '.join(found)}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", required=True, help="`default`, or a folder")
-    parser.add_argument("--text", type=Path, action="append", required=True, help="file to read; may be repeated")
+    parser.add_argument("--text", type=Path, action="append", default=[], help="file to read; may be repeated")
+    parser.add_argument("--passkeys", type=int, default=0, help="prompts with a passkey, at as many depths")
+    parser.add_argument("--through", action="store_true", help="every way reads the prefixes, too")
     parser.add_argument("--length", type=size, required=True, help="tokens of the prefix, e.g. 32k")
     parser.add_argument("--out", type=Path, required=True, help="folder for the CSV")
     parser.add_argument("--only", default=",".join(WAYS), help="ways to measure, with commas between; default all")
     given = parser.parse_args()
     chosen = {ALL.name: ALL} | {name: WAYS[choice("way", name, WAYS)] for name in given.only.split(",")}
-    texts = read_texts(given.text)
+    if not given.text and given.passkeys < 1:
+        raise ConfigError("there is nothing to read", "give --text or --passkeys")
+    texts = read_texts(given.text) if given.text else []
     loaded = load(given.model)
     model: Any = loaded.model
     name = Path(loaded.source).name.removesuffix(".gguf")
     known = facts(model)
     law: Any = make_law("3d-rpe", context=max(known["pretrained"], given.length + 2 * TEXT), **known)
     draw = random.Random(0)
-    excerpts = [prefix_and_probes(loaded.tokenizer, text, given.length, law.window, draw) for text in texts]
+    excerpts = [
+        (text.name, *prefix_and_probes(loaded.tokenizer, text, given.length, law.window, draw)) for text in texts
+    ]
+    for i in range(given.passkeys):
+        depth = (i + 0.5) / given.passkeys
+        trial = passkey_and_probe(loaded.tokenizer, given.length, depth, SEED + i)
+        excerpts.append((f"passkey {i + 1}", *trial))
     origin = stamp(cuda=model.device.type == "cuda") | {"model": name, "length": str(given.length)}
+    origin["prefix"] = "each way" if given.through else "all keys + faded"
     for path in (given.model, *map(str, given.text)):
         origin["recipe"] = origin["recipe"].replace(f" {path}", f" {Path(path).name}")
     study = Study(model, law)
     results: dict[str, list[dict[str, float]]] = {way: [] for way in chosen}
     rows: list[dict[str, Any]] = []
-    for text, (prefix, probes) in zip(texts, excerpts, strict=True):
-        study.read(prefix)
+    for title, prefix, probes in excerpts:
         for label, way in chosen.items():
+            if label == ALL.name:  # the first of them
+                study.read(prefix)
+            elif given.through:
+                study.read(prefix, way)
             results[label].append(measure(study, probes, way))
         rows = [origin | row(label, mine, results[ALL.name]) for label, mine in results.items()]
         write(given.out / f"choosing-{name}.csv", rows)
-        print(f"read {text.name}", file=sys.stderr, flush=True)
+        print(f"read {title}", file=sys.stderr, flush=True)
     show(rows)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 
 import torch
 from torch import Tensor
@@ -24,10 +25,12 @@ class Way:
     z: float = 0.0  # weight of the last keys' likeness to a block, in standard deviations
     cosine: float = 0.0  # the same, as a cosine
     alone: bool = False  # choose by that likeness alone
-    aim: float | None = None  # choose by a cosine with the last keys and this much of the mean query
+    aim: float | None = None  # choose by a cosine with the last keys and this much of the mean query; inf: it alone
+    part: float = 0.0  # with `aim`: part of the blocks that the mean query chooses alone
     lead: int = 0  # with `aim`: keys before a block with which its summary begins (8 of 24: `Choice`)
     wide: int = 0  # and how many keys it has; 0: those of the block
     decay: float = 0.9  # with `aim`: the weight of one of the last keys against that of the next
+    first: int = 0  # first keys whose blocks are always seen, as `Choice` has it; 0: the first block
     centred: bool = True  # take the mean key out of it
     faded: bool = False  # fade far keys as the law does
 
@@ -44,8 +47,10 @@ class Way:
             f"witness cosine {self.cosine:g}": self.cosine,
             "witness alone": self.alone,
             f"aim {self.aim}": self.aim is not None,
+            f"part {self.part:g} alone": self.part,
             f"lead {self.lead} of {self.wide or self.block}": self.lead,
             f"decay {self.decay:g}": self.decay != 0.9,
+            f"first {self.first}": self.first,
             "uncentred": not self.centred,
             "faded": self.faded,
         }
@@ -82,7 +87,12 @@ def ways() -> dict[str, Way]:
     made += [Way(summary="mean", block=16, aim=0.5, lead=a, wide=b) for a, b in LEADS]
     made += [Way(summary="mean", block=16, aim=0.5, lead=8, wide=24, decay=decay) for decay in (0.8, 0.95)]
     made += [Way(summary="mean", block=16, aim=0.5, lead=8, wide=24, keys=keys) for keys in (0.5, 2)]
-    made += [Way(summary="mean", block=16, aim=aim, lead=8, wide=24) for aim in (0.25, 1.0)]
+    made += [Way(summary="mean", block=16, aim=aim, lead=8, wide=24) for aim in (0.25, 1.0, 2.0, inf)]
+    before = partial(Way, summary="mean", block=16, aim=1.0, lead=8, wide=24)
+    made += [before(keys=2), before(faded=True), before(part=0.25), before(part=0.5)]
+    made += [before(first=first) for first in (32, 64, 128)]
+    ships = partial(before, first=128)
+    made += [ships(keys=0.5), ships(keys=2), ships(faded=True)]
     made += [Way(summary="mean", block=32, aim=0.5), Way(summary="mean", block=16, aim=0.5, faded=True)]
     made += [Way(summary="mean", block=8, agree=8), Way(summary="max", agree=8), Way(summary="max", z=2, faded=True)]
     return {way.name: way for way in made}

@@ -67,8 +67,9 @@ def by_hand(x, b=0):
                 wish = np.mean([as_planes(q[i][row : row + 1], [p], law, -1)[0] for i in heads], axis=0)
                 aim = in_bfloat16(w / np.linalg.norm(w) + wish / np.linalg.norm(wish))
                 score = [np.floor(np.vdot(in_bfloat16(m / np.linalg.norm(m)), aim).real * 2**14 + 0.5) for m in means]
-                order = sorted(range(1, count), key=lambda i: (-score[i], -i))
-                picked = {0, *order[: choice.most - 1]}
+                first = 2 if choice.most == 18 else 1
+                order = sorted(range(first, count), key=lambda i: (-score[i], -i))
+                picked = {*range(first), *order[: choice.most - first]}
             blocks[group, row] = picked
             mine = as_planes(q[head][row : row + 1], [p], law, -1)[0]
             logs = np.full(s, -np.inf)
@@ -81,9 +82,9 @@ def by_hand(x, b=0):
     return torch.from_numpy(out), blocks
 
 
-@pytest.mark.parametrize("far", [1, 3, 6])
-def test_it_is_its_definition(far):
-    x = problem(choosing(far), n=90)
+@pytest.mark.parametrize(("far", "n"), [(1, 90), (3, 90), (6, 90), (18, 130)])  # the last sees two blocks anyway
+def test_it_is_its_definition(far, n):
+    x = problem(choosing(far), n=n)
     out, blocks = by_hand(x)
     torch.testing.assert_close(reference.attend(x)[0][0], out, rtol=0, atol=1e-11)
     found = Chooser(x, x.law.regions[-1]).blocks(x)[0]

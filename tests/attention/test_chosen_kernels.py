@@ -82,6 +82,16 @@ def test_they_choose_as_the_specification_does(options, dtype, device):
     assert_chosen_alike(x, picked(x, made))
 
 
+@pytest.mark.parametrize("first", [0, 16, 128])
+def test_the_first_blocks_are_always_chosen(first, device):
+    """An eighth of 17 blocks, at most."""
+    x = problem(law_for(17, first=first), device, dtype=torch.float32, t=40, s=500)
+    found = picked(x, chosen.Kernels(x))
+    assert_chosen_alike(x, found)
+    assert found[..., : 2 if first == 128 else 1].all()
+    assert not found[..., 1].all() or first == 128
+
+
 class Given(Chooser):
     """A chooser that says what the kernels chose."""
 
@@ -121,6 +131,11 @@ def stepped(x, memory=None, **options):
 @pytest.mark.parametrize("options", [{}, {"h": 6, "g": 1, "s": 200}, {"b": 2, "t": 3}, {"s": 97}, {"s": 60}])
 def test_a_step_is_the_specification(options, dtype, device):
     x = problem(law_for(), device, dtype=dtype, **{"t": 1, "s": 233} | options)
+    assert_as_good(x, *stepped(x))
+
+
+def test_a_step_sees_the_first_blocks_as_the_specification_does(device):
+    x = problem(law_for(17), device, dtype=torch.float32, t=2, s=500)
     assert_as_good(x, *stepped(x))
 
 

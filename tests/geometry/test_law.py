@@ -90,7 +90,7 @@ def test_a_law_survives_json(name):
 def test_a_law_describes_itself(name):
     info = laws()[name]
     assert info.description
-    later = {"3d-rpe": {"far", "block"}, "dca": {"attention_factor"}}.get(name, set())
+    later = {"3d-rpe": {"far", "block", "first"}, "dca": {"attention_factor"}}.get(name, set())
     assert set(info.parameters) - set(example(name).to_dict()) == later
     assert all(info.parameters.values())
 
@@ -208,7 +208,7 @@ def test_what_came_later_is_named_in_files_only_where_it_is_not_the_default():
     assert set(make_law("dca", **model).own) == {"chunk", "window"}
     assert make_law("dca", **model, attention_factor=1.5).own["attention_factor"] == 1.5
     choosing = make_law("3d-rpe", **model, far=4)
-    assert (choosing.own["far"], choosing.own["block"]) == (4, 16)
+    assert [choosing.own[name] for name in ("far", "block", "first")] == [4, 16, 128]
     assert make_law(**choosing.to_dict()) == choosing
 
 

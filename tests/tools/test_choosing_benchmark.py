@@ -91,8 +91,26 @@ def test_the_way_that_ships_is_the_law_s_own_choice(choosing):
     study.read(drawn(1, PREFIX))
     model = extend(tiny(512, num_hidden_layers=1), "3d-rpe", context=2048, **own, far=16, block=16)
     for probe, (each, _) in zip(
-        probes(), study.nats(probes(), choosing.WAYS["mean of 16 + aim 1.0 + lead 8 of 24"]), strict=True
+        probes(), study.nats(probes(), choosing.WAYS["mean of 16 + aim 1.0 + lead 8 of 24 + first 128"]), strict=True
     ):
+        with torch.no_grad():
+            logits = model(torch.tensor([drawn(1, PREFIX) + probe])).logits[0, PREFIX:-1]
+        want = torch.nn.functional.cross_entropy(logits, torch.tensor(probe[1:]), reduction="none")
+        torch.testing.assert_close(each, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("all keys + faded", {"focus": 2, "fade": 0.25}),
+        ("mean of 16 + aim 1.0 + lead 8 of 24 + first 128", {"far": 16}),
+    ],
+)
+def test_a_prefix_read_under_a_way_is_read_as_the_law_reads_it(choosing, law, study, name, parameters):
+    """In both layers, so what the prefix's own queries chose counts; the oracle is the extended model."""
+    study.read(drawn(1, PREFIX), choosing.WAYS[name])
+    model = extend(tiny(512), "3d-rpe", context=2048, chunk=128, window=128, reach=512, **parameters)
+    for probe, (each, _) in zip(probes(), study.nats(probes(), choosing.WAYS[name]), strict=True):
         with torch.no_grad():
             logits = model(torch.tensor([drawn(1, PREFIX) + probe])).logits[0, PREFIX:-1]
         want = torch.nn.functional.cross_entropy(logits, torch.tensor(probe[1:]), reduction="none")
@@ -110,7 +128,8 @@ def test_as_many_blocks_as_there_are_is_every_key(choosing, study):
 
 def test_ways_differ_from_every_key_and_from_each_other(choosing, study):
     """With fewer blocks than there are; a way without an effect would measure nothing."""
-    seen = {name: tuple(nats(study, way).tolist()) for name, way in choosing.WAYS.items() if way.keys <= 1}
+    some = {name: way for name, way in choosing.WAYS.items() if way.keys <= 1 and way.first in (0, 128)}
+    seen = {name: tuple(nats(study, way).tolist()) for name, way in some.items()}  # of 16 blocks 32 keys are the most
     assert len(set(seen.values())) == len(seen)
 
 
@@ -122,6 +141,7 @@ def test_ways_differ_from_every_key_and_from_each_other(choosing, study):
         "mean of 16 + witness cosine 10",
         "sub4 of 32 + witness z 2",
         "mean of 16 + aim 1.0 + lead 8 of 24",
+        "mean of 16 + aim 1.0 + part 0.25 alone + lead 8 of 24",
     ],
 )
 def test_no_token_depends_on_a_later_one(choosing, study, name):
@@ -145,8 +165,9 @@ def bench(choosing, monkeypatch, tmp_path):
     for seed, path in enumerate(texts):
         path.write_text(" ".join(map(str, drawn(seed, 3000))))
 
-    def run(*options):
-        given = ["--model", "tiny", "--text", texts[0], "--text", texts[1], "--out", tmp_path / "out", *options]
+    def run(*options, texts=tuple(texts)):
+        read = [word for path in texts or () for word in ("--text", path)]
+        given = ["--model", "tiny", *read, "--out", tmp_path / "out", *options]
         monkeypatch.setattr(sys, "argv", ["choosing.py", *map(str, given)])
         choosing.main()
         with (tmp_path / "out" / "choosing-tiny.csv").open(newline="") as file:
@@ -170,6 +191,27 @@ def test_rows_stand_beside_the_law_and_add_up(bench, tmp_path, capsys):
     assert more[0] == rows[1]
 
 
+def test_a_passkey_is_the_prompt_of_a_comparison(choosing):
+    from rpe3d.evaluate.tasks.retrieval import make_passkey
+
+    trial = make_passkey(Words(), 700, 0.3, 5)
+    prefix, [probe] = choosing.passkey_and_probe(Words(), 700, 0.3, 5)
+    assert prefix + probe.ids == [*trial.prompt.tolist(), *trial.answer]
+    assert probe.ids[probe.skip :] == trial.answer
+
+
+def test_passkeys_are_counted_beside_texts_or_alone(bench):
+    row = bench("--length", "2k", "--passkeys", "3", "--only", "mean of 16")[1]
+    assert (row["texts"], row["passkeys_n"], row["prefix"]) == ("2", "3", "all keys + faded")
+    assert float(row["passkey_se"]) > 0
+    assert 0 <= int(row["passkeys"]) <= int(row["passkeys_told"]) <= 3
+    through = bench("--length", "2k", "--passkeys", "3", "--only", "mean of 16", "--through")
+    assert [one["prefix"] for one in through] == ["all keys + faded"] * 2 + ["each way"] * 2
+    assert through[2]["passkey_nats"] == through[0]["passkey_nats"]
+    assert through[3]["passkey_nats"] != through[1]["passkey_nats"]
+    assert bench("--length", "2k", "--passkeys", "2", "--only", "all keys", texts=False)[-1]["text_nats"] == ""
+
+
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
@@ -181,3 +223,8 @@ def test_rows_stand_beside_the_law_and_add_up(bench, tmp_path, capsys):
 def test_what_cannot_be_measured_is_refused(bench, options, problem):
     with pytest.raises(ConfigError, match=problem):
         bench(*options)
+
+
+def test_nothing_to_read_is_refused(bench):
+    with pytest.raises(ConfigError, match="nothing to read"):
+        bench("--length", "2k", texts=False)

@@ -92,8 +92,8 @@ class Chooser:
             .nan_to_num(nan=torch.inf)
             .masked_fill(~can, -torch.inf)
         )  # what is not a number is seen
-        first = can.int().argmax(-1, keepdim=True).expand(b, g, t, 1)
-        level = level.scatter(3, first, torch.inf).flip(3)  # sorted so that the nearer of two alike comes first
+        first = can & (can.cumsum(-1) <= self.choice.always)
+        level = level.masked_fill(first, torch.inf).flip(3)  # sorted so that the nearer of two alike comes first
         best = level.argsort(stable=True, dim=-1, descending=True)[..., : self.choice.most]
         return torch.zeros_like(level, dtype=torch.bool).scatter_(3, best, True).flip(3) & can
 

@@ -169,11 +169,14 @@ class Choice:
 
         summary(b) = u(m_b - z),   aim = u(w - z) + query · u(q),   score(b) = summary(b) · aim,
 
-    summaries and aims rounded to bfloat16, scores to multiples of `STEP` and cut at ±2. The first of the blocks is
-    always chosen; of two that score alike, the nearer. So a choice depends on the query and on keys that do not come
-    after it, and a summary on keys alone: once a block is complete it never changes.
+    summaries and aims rounded to bfloat16, scores to multiples of `STEP` and cut at ±2. The blocks of the `first` keys
+    (an eighth of `most` of them, at least one) are always chosen; of two that score alike, the nearer. So a choice
+    depends on the query and on keys that do not come after it, and a summary on keys alone: once a block is complete it
+    never changes.
 
     What a passage continues with comes after what it has in common with the last tokens: hence the keys before a block.
+    Models rest much of their attention on some early token, not always the first, that is like nothing: hence the first
+    keys.
     """
 
     most: int
@@ -182,6 +185,7 @@ class Choice:
     decay: float = 0.9
     query: float = 1.0
     centre: int = 512
+    first: int = 0
 
     STEP: ClassVar[float] = 2.0**-14
     """Scores are told apart to this much: above the rounding of any sum of 256 products in float32."""
@@ -190,6 +194,11 @@ class Choice:
     def lead(self) -> int:
         """Return how many keys before a block are part of its summary: half as many as are in it."""
         return self.size // 2
+
+    @property
+    def always(self) -> int:
+        """Return how many blocks are always chosen, the first ones."""
+        return max(1, min(self.first // self.size, self.most // 8))
 
     @property
     def weights(self) -> tuple[float, ...]:

@@ -249,6 +249,11 @@ def test_files_of_every_version_give_the_law_that_they_were_written_for():
         assert saved_law(law.to_dict()) == law
     oldest = {k: v for k, v in law.to_dict().items() if k not in ("focus", "fade", "sinks")}
     assert saved_law(oldest) == law
+    chosen = make_law("3d-rpe", **given, far=64)
+    assert saved_law(chosen.to_dict()) == chosen
+    before = saved_law({k: v for k, v in chosen.to_dict().items() if k != "first"})
+    assert before == make_law("3d-rpe", **given, far=64, first=0)
+    assert [law.regions[-1].choice.always for law in (before, chosen)] == [1, 8]
     with pytest.raises(ConfigError, match="law 'mine' is not known"):
         saved_law({"name": "mine"})
 

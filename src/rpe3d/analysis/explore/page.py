@@ -31,6 +31,7 @@ LIVE: Stops = {
     "sinks": [0, 1, 4, 16],
     "far": [0, *(2**n for n in range(3, 11))],
     "block": [2**n for n in range(1, 8)],
+    "first": [0, *(2**n for n in range(4, 10))],
 }
 FILE: Stops = {
     "pretrained": [4096, 8192],
@@ -45,6 +46,7 @@ FILE: Stops = {
     "sinks": [],
     "far": [],
     "block": [],
+    "first": [],
 }
 """A file has an answer to each combination, so it has no sliders for how far keys weigh."""
 

@@ -27,7 +27,7 @@ from rpe3d.geometry import Law
 from rpe3d.geometry.region import Choice
 from rpe3d.rotation.launch import Launcher
 
-HIGHEST = tl.constexpr(32767)  # of a level: the first block, and what is not a number
+HIGHEST = tl.constexpr(32767)  # of a level: the first blocks, and what is not a number
 LOWEST = tl.constexpr(-32768)
 _ALIKE = tl.constexpr(ALIKE)
 WIDEST = 16384
@@ -196,10 +196,10 @@ def _aims_kernel(
 
 @triton.jit
 @no_type_check
-def _level(score, INVERSE_STEP: tl.constexpr):
-    """Return a score as a multiple of `Choice.STEP`, cut at ±2."""
+def _level(score, always, INVERSE_STEP: tl.constexpr):
+    """Return a score as a multiple of `Choice.STEP`, cut at ±2; the highest where a block is always chosen."""
     level = tl.minimum(tl.maximum(tl.floor(score * INVERSE_STEP + 0.5), LOWEST), HIGHEST - 1)
-    return tl.where(score == score, level, HIGHEST).to(tl.int16)
+    return tl.where((score == score) & (always == 0), level, HIGHEST).to(tl.int16)
 
 
 @triton.jit
@@ -213,7 +213,7 @@ def _choosable(p, chunk, near, per_chunk):
 @no_type_check
 def _levels_kernel(
     aims, summaries, levels, first, rows, blocks, stride, chunk, near, per_chunk, all_blocks,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, INVERSE_STEP: tl.constexpr,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, ALWAYS: tl.constexpr, INVERSE_STEP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Compute the levels of BLOCK_N blocks for BLOCK_M rows; nothing where none of these may choose any of those."""
@@ -229,7 +229,7 @@ def _levels_kernel(
         place = summaries + (head * all_blocks + n).to(tl.int64)[:, None] * DIM + d
         summary = tl.load(place, mask=(n < blocks)[:, None] & (d < DIM), other=0.0)
         score = _dot(aim, tl.trans(summary), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), WIDEN, "ieee")
-        level = _level(score, INVERSE_STEP)
+        level = _level(score, (n < ALWAYS)[None, :], INVERSE_STEP)
         place = levels + (head * rows + row).to(tl.int64)[:, None] * stride + n[None, :]
         tl.store(place, level, mask=(row < rows)[:, None])  # a row has room for whole tiles
 
@@ -237,9 +237,8 @@ def _levels_kernel(
 @triton.jit
 @no_type_check
 def _row_levels(levels, n, can):
-    """Levels of rows for blocks n, the first block's the highest; below all where there is no such block."""
+    """Levels of rows for blocks n; below all where there is no such block."""
     level = tl.load(levels + n, mask=n < can, other=0).to(tl.int32)
-    level = tl.where(n == 0, HIGHEST, level)
     return tl.where(n < can, level, LOWEST - 1)
 
 
@@ -262,8 +261,8 @@ def _tail(level, n, can, most, ACROSS: tl.constexpr):
 
     The tail of a normal distribution by formula 26.2.22 of Abramowitz and Stegun.
     """
-    some = (n > 0) & (n < can[:, None])
-    number = tl.maximum(tl.minimum(can, ACROSS) - 1, 1).to(tl.float32)
+    some = (level < HIGHEST) & (n < can[:, None])
+    number = tl.maximum(tl.sum(some.to(tl.int32), 1), 1).to(tl.float32)
     x = tl.where(some, level.to(tl.float32), 0.0)
     mean = tl.sum(x, 1) / number
     x = tl.where(some, x - mean[:, None], 0.0)
@@ -289,7 +288,7 @@ def _search(levels, can, most, ROWS: tl.constexpr, ACROSS: tl.constexpr, TILES: 
         tiles = tl.cdiv(tl.max(can), ACROSS)
         n = tl.arange(0, ACROSS)[None, :]
         level = _row_levels(levels, n, can[:, None])
-        # The first block alone has the highest level, and what is not a number.
+        # The first blocks alone have the highest level, and what is not a number.
         count = _count(level, levels, n, can[:, None], tl.full([ROWS], HIGHEST, tl.int32), tiles, ACROSS, TILES)
         flooded = count >= most
         low = tl.where(flooded, HIGHEST, low)
@@ -511,7 +510,7 @@ class Selection:
             (_cdiv(rows, 128) * _cdiv(blocks, 128), g, b),
             (aims, summaries, levels, queries.start, rows, blocks, stride, *self._bands, summaries.shape[2]),
             {
-                "DIM": d, "WIDTH": max(16, _power(d)), "INVERSE_STEP": 1 / choice.STEP,
+                "DIM": d, "WIDTH": max(16, _power(d)), "ALWAYS": choice.always, "INVERSE_STEP": 1 / choice.STEP,
                 "BLOCK_M": 128, "BLOCK_N": 128, "WIDEN": INTERPRETED,
             },
             {"num_warps": 8},

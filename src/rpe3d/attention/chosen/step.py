@@ -181,8 +181,8 @@ def _score_kernel(
     k, aims, levels, summaries, prints, centre, centre_print, room, table, query_positions, key_starts, query_mask,
     query_start, key_start, positions_b, positions_t, mask_b, mask_t, scaling, stride, k_b, k_h, k_s,
     QUERIES: tl.constexpr, LEAD: tl.constexpr, SIZE: tl.constexpr, CHUNK: tl.constexpr, NEAR: tl.constexpr,
-    INVERSE_STEP: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
-    ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, TRUSTED: tl.constexpr,
+    ALWAYS: tl.constexpr, INVERSE_STEP: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr,
+    REST: tl.constexpr, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, TRUSTED: tl.constexpr,
     WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Compute BLOCK_M blocks of one key head per program: their levels for every query."""
@@ -244,7 +244,7 @@ def _score_kernel(
             score = tl.sum(score, 1)
             if not ROTATED:
                 score += tl.sum(z * tl.load(aim + rest, mask=others, other=0.0).to(tl.float32), 1)
-            tl.store(levels + (head * QUERIES + t) * stride + m, _level(score, INVERSE_STEP), mask=live)
+            tl.store(levels + (head * QUERIES + t) * stride + m, _level(score, m < ALWAYS, INVERSE_STEP), mask=live)
 
 
 @triton.jit(do_not_specialize=_PLACES, do_not_specialize_on_alignment=_TENSORS)
@@ -450,7 +450,8 @@ class Step:
             (_cdiv(self.blocks, BLOCKS), g, b),
             (selection.table, *places, scaling, self.stride, *x.k.stride()[:3]),
             {
-                "QUERIES": t, "LEAD": choice.lead, **law, "INVERSE_STEP": 1 / choice.STEP, **vectors,
+                "QUERIES": t, "LEAD": choice.lead, **law, "ALWAYS": choice.always, "INVERSE_STEP": 1 / choice.STEP,
+                **vectors,
                 "BLOCK_M": BLOCKS, "TRUSTED": trusted, "WIDEN": INTERPRETED,
             },
             {"num_warps": 4},

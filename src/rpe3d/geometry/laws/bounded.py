@@ -20,6 +20,7 @@ from rpe3d.geometry.law import Law, parameter
 from rpe3d.geometry.region import Choice, Fade, Region, Turn
 
 BLOCK = 16
+FIRST = 128
 FOCUS, FADE = 2.0, 0.125
 """How far keys weigh when there are more of them than the model knows; measured on two models (docs/log.md)."""
 
@@ -45,6 +46,11 @@ class Bounded(Law):
     far: int = parameter(0, "far blocks that a query sees, chosen by what they are about; 0: all", later=True)
     block: int | None = parameter(
         None, "keys in a far block, a divisor of chunk; default 16, or the chunk where that is less", later=True
+    )
+    first: int | None = parameter(
+        None,
+        "with far: first keys that a query always sees, an eighth of its far blocks at most; default 128",
+        later=True,
     )
 
     def check(self) -> dict[str, Any]:
@@ -89,18 +95,27 @@ class Bounded(Law):
         if block is not None and chunk % (block := whole("block", block)):
             near = max(n for n in range(1, min(block, chunk) + 1) if chunk % n == 0)
             raise ConfigError(f"block is {block}, which does not divide chunk {chunk}", f"choose block {near}")
-        return {"chunk": chunk, "window": window, "reach": reach, **weights, "sinks": sinks, "far": far, "block": block}
+        first = FIRST if self.first is None and far else self.first
+        if first is not None:
+            first = whole("first", first, least=0)
+        own = {"chunk": chunk, "window": window, "reach": reach, **weights, "sinks": sinks}
+        return {**own, "far": far, "block": block, "first": first}
 
     @classmethod
     def as_saved(cls, own: Mapping[str, Any]) -> dict[str, Any]:
-        """Files from before `focus` and `fade` existed name neither: their far keys weigh what they weigh."""
-        return {"focus": 0.0, "fade": 0.0, **own}
+        """Give parameters that a file is older than the values that mean what they meant.
+
+        Without `focus` and `fade` far keys weigh what they weigh; without `first` a query always sees the first block.
+        """
+        return {"focus": 0.0, "fade": 0.0, **({"first": 0} if own.get("far") else {}), **own}
 
     @property
     def regions(self) -> tuple[Region, ...]:
         faded = self.fade or self.focus
         fade = Fade(rate=self.fade, focus=self.focus, span=float(self.reach)) if faded else None
-        choice = Choice(most=self.far, size=self.block) if self.far and self.block else None
+        choice = None
+        if self.far and self.block:
+            choice = Choice(most=self.far, size=self.block, first=self.first or 0)
         return bounded_regions(self.chunk, self.near_chunks, self.slope, fade, self.sinks, choice)
 
     @property
