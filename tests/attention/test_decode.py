@@ -302,6 +302,21 @@ def test_a_step_allocates_and_launches_and_does_nothing_else(device, monkeypatch
 
 
 @needs_triton
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("name", ["rope", "3d-rpe", "dca"])
+def test_layers_that_share_their_room_keep_their_outputs(name, splits, device):
+    """A later layer overwrites what an earlier one left for its splits, and not what it returned."""
+    from rpe3d.attention.decode import kernel as decode_kernel
+
+    layers = [problem(law_for(name), device, sinks=torch.randn(6, device=device)) for _ in range(3)]
+    assert not torch.equal(layers[0].q, layers[1].q)
+    step = decode_kernel.Step(layers[0], splits=splits, least_tiles=1)
+    outputs = [step.output(x.q, x.k, x.v, x.sinks) for x in layers]
+    for x, out in zip(layers, outputs, strict=True):
+        assert torch.equal(out, step(x.q, x.k, x.v, x.sinks)[0])
+
+
+@needs_triton
 def test_splits_fill_the_machine_but_stay_worth_their_merge():
     """One program per multiprocessor, and no split of fewer than 256 keys."""
     from rpe3d.attention.decode.loop import LEAST_KEYS, split
