@@ -252,7 +252,7 @@ def test_what_the_kernel_cannot_run_is_run_without_it(change, reason, device):
         x = replace(x, k=x.k.transpose(2, 3).contiguous().transpose(2, 3))
     assert decode.refusal(x) is None
     assert decode.kernel_refusal(x) == reason
-    machine = decode.kernel_lacks(x)
+    machine = decode.machine_refusal(x.q.device) or reason
     assert machine == reason or not x.q.is_cuda
     assert explain(x) == ("decode", f"few queries: plain PyTorch (the kernel: {machine})")
     for ours, truth in zip(decode.prepare(x)(x.q, x.k, x.v, x.sinks), reference.attend(in_float64(x)), strict=True):
@@ -299,6 +299,21 @@ def test_a_step_allocates_and_launches_and_does_nothing_else(device, monkeypatch
         by_kernel(x)
     assert len(launched) == 1
     assert seen <= {"empty", "empty_like", "view", "slice", "detach"}  # the last three are views
+
+
+@needs_triton
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("name", ["rope", "3d-rpe", "dca"])
+def test_layers_that_share_their_room_keep_their_outputs(name, splits, device):
+    """A later layer overwrites what an earlier one left for its splits, and not what it returned."""
+    from rpe3d.attention.decode import kernel as decode_kernel
+
+    layers = [problem(law_for(name), device, sinks=torch.randn(6, device=device)) for _ in range(3)]
+    assert not torch.equal(layers[0].q, layers[1].q)
+    step = decode_kernel.Step(layers[0], splits=splits, least_tiles=1)
+    outputs = [step.output(x.q, x.k, x.v, x.sinks) for x in layers]
+    for x, out in zip(layers, outputs, strict=True):
+        assert torch.equal(out, step(x.q, x.k, x.v, x.sinks)[0])
 
 
 @needs_triton

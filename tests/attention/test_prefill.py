@@ -218,7 +218,7 @@ def test_what_it_cannot_run_is_refused_with_the_reason(change, reason, device):
 
 def test_a_gpu_takes_it_where_it_saves_enough_calls(monkeypatch):
     """On any machine: the choice, not the run. Short prompts on which nothing is far stay the library's own call."""
-    monkeypatch.setattr(prefill, "lacks", lambda x: None)
+    monkeypatch.setattr(prefill, "vectors_refusal", lambda x: None)
     monkeypatch.setattr(prefill, "prepare", lambda x: None)
     law = make_law("3d-rpe", pretrained=8192, context=65536, head_dim=64)
 

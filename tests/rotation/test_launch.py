@@ -50,7 +50,17 @@ def test_a_launch_like_an_earlier_one_goes_to_what_was_compiled(kernel, launcher
     for n in (48, 80):
         launcher(CPU, (n, 1, 1), (ROW, n, None), {"A": 1, "B": 2}, {"num_warps": 4})
     assert kernel.compiled == 1
-    assert kernel.launched == [((80, 1, 1), (ROW, 80, None, 1, 2))]
+    assert kernel.launched == [((80, 1, 1), (ROW.data_ptr(), 80, None, 1, 2))]
+
+
+def test_tensors_that_come_last_are_passed_as_they_are(kernel, launcher):
+    """Triton then asks the driver whether the device can read them, which nobody else has."""
+    bound = launcher.bind(CPU, (1, 1, 1), (ROW,), {}, {})
+    for _ in range(2):
+        bound(ROW)
+    ((_, (first, rest)),) = kernel.launched
+    assert first is ROW
+    assert rest == ROW.data_ptr()
 
 
 KINDS = [1, 16, 17, 2**31, 2**31 + 1, None, 2.0, ROW, ROW[1:], ROW.half(), (1, 16), (1, 17), (ROW,), (ROW[1:],)]

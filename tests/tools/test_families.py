@@ -76,12 +76,12 @@ def test_a_law_that_turns_the_wrong_way_is_found_out(monkeypatch):
     """Short inputs, decoding and restoring all stay right then: only the stock layer at the law's distances tells."""
     from rpe3d.attention import Shared
 
-    right = Shared.__call__
+    right = Shared.output
 
     def mirrored(self, query, key, value, law, **given):
         return right(self, query.flip(-1), key.flip(-1), value, law, **given)
 
-    monkeypatch.setattr(Shared, "__call__", mirrored)
+    monkeypatch.setattr(Shared, "output", mirrored)
     (row,) = survey(["llama"])
     assert (row.verdict, row.reason) == ("WRONG", "a layer's scores are not the law's")
 

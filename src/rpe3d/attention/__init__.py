@@ -91,10 +91,11 @@ class Shared:
     """`attention` for the layers of a forward: what is the same for vectors that look alike is prepared once.
 
     It holds schedules, bound kernels and tables of cos and sin, so it should go when the forward does. It is not for
-    code that torch.compile traces, which has `attention`.
+    code that torch.compile traces, which has `attention`. Positions and masks may be given once for all calls.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, **given: Any) -> None:
+        self.given = given
         self.made: dict[Any, tuple[Law, Prepared]] = {}
 
     def __call__(
@@ -111,14 +112,50 @@ class Shared:
         **given: Any,
     ) -> tuple[Tensor, Tensor]:
         """Return `attention` of these vectors; positions and masks must be those of the first call."""
+        return solve(self._prepared(q, k, v, law, sinks, scale, softcap, given), q, k, v, sinks, memory)
+
+    def output(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        law: Law,
+        *,
+        sinks: Tensor | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        memory: Memory | None = None,
+        **given: Any,
+    ) -> Tensor:
+        """Return the output alone, for layers that run one after the other outside a CUDA graph.
+
+        A decoding step then allocates nothing else.
+        """
+        prepared = self._prepared(q, k, v, law, sinks, scale, softcap, given)
+        if memory is None and (output := getattr(prepared, "output", None)) is not None:
+            found: Tensor = output(q, k, v, sinks)
+            return found
+        return solve(prepared, q, k, v, sinks, memory)[0]
+
+    def _prepared(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        law: Law,
+        sinks: Tensor | None,
+        scale: float | None,
+        softcap: float | None,
+        given: dict[str, Any],
+    ) -> Prepared:
         learns = torch.is_grad_enabled() and _any_requires_grad(q, k, v, sinks)
-        places = (q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, q.device)
-        kind = (id(law), places, scale, softcap, sinks is None, learns)
+        vectors = (q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride(), q.dtype, q.device)
+        kind = (id(law), *vectors, scale, softcap, sinks is None, learns)
         found = self.made.get(kind)
         if found is None:  # with the law, which the key names by its address
-            problem = check(q, k, v, law, sinks=sinks, scale=scale, softcap=softcap, **given)
+            problem = check(q, k, v, law, sinks=sinks, scale=scale, softcap=softcap, **self.given, **given)
             found = self.made[kind] = law, choose(problem).prepared
-        return solve(found[1], q, k, v, sinks, memory)
+        return found[1]
 
 
 def _any_requires_grad(*tensors: Tensor | None) -> bool:

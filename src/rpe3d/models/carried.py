@@ -31,6 +31,10 @@ class Carried(dict[str, Any]):
             own = self.law
             self.still = make_law("rope", pretrained=own.pretrained, context=own.context, head_dim=own.rotary.head_dim)
 
+    def law_at(self, layer: int | None) -> Law:
+        """Return the law of a layer."""
+        return self.still if layer in self.unrotated else self.law
+
     def arranged(self, x: Tensor) -> Tensor:
         """Return vectors with their dimensions in the order that a law takes: rotated pairs first, as Llama's are."""
         return torch.cat([x[..., first:end] for first, end in self.pieces], -1) if self.pieces else x
@@ -112,5 +116,4 @@ def module_carried(module: Any) -> Carried:
 
 def module_law(module: Any) -> Law:
     """Return the law of an attention module."""
-    held = module_carried(module)
-    return held.still if getattr(module, "layer_idx", None) in held.unrotated else held.law
+    return module_carried(module).law_at(getattr(module, "layer_idx", None))

@@ -10,7 +10,7 @@ Positions that count in neither way, or that can be read in both, are refused.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -116,7 +116,8 @@ def layout(
     made = getattr(_last, "made", None)
     if made is not None and made[0] is mask and made[1] is position_ids and made[2] == state:
         kept: Layout = made[4]
-        if layer > made[3] or (torch.is_grad_enabled() and None not in state):
+        # A layer that runs again for its gradients; but what was read before is no part of a CUDA graph.
+        if layer > made[3] or (torch.is_grad_enabled() and None not in state and not capturing(query)):
             _last.made = (mask, position_ids, state, layer, kept)
             return kept
     result = _layout(*shape, mask, position_ids)
@@ -145,10 +146,10 @@ def _layout(b: int, t: int, s: int, mask: Tensor | None, position_ids: Tensor | 
             )
         mask = mask[:, 0, 0]
     positions = position_ids.expand(b, t)
-    if torch.compiler.is_compiling() or (positions.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if torch.compiler.is_compiling() or capturing(positions):
         return _in_a_graph(s, mask, positions)
     if mask is None:
-        rows = _unpadded(position_ids.cpu(), s)
+        rows = _unpadded(position_ids, s)
     else:
         # A prompt is looked at on the host, all of it at once; a step asks its device for few numbers.
         here = (x.cpu() if t > MOST_QUERIES or s == t else x for x in (mask, positions))
@@ -158,11 +159,22 @@ def _layout(b: int, t: int, s: int, mask: Tensor | None, position_ids: Tensor | 
     return _arranged(b, mask, positions, rows * b if len(rows) < b else rows)
 
 
+def capturing(x: Tensor) -> bool:
+    """Say whether what is done to a tensor becomes part of a CUDA graph."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def _unpadded(positions: Int[Tensor, "b t"], s: int) -> list[Row]:
     """Return `_facts` where every slot holds a token; position ids of one row stand for all."""
     t = positions.shape[1]
-    steady = (positions - positions[:, :1] == torch.arange(t)).all(1).tolist()
-    starts = (positions[:, 0] - (s - t)).tolist()
+    if t <= MOST_QUERIES:  # a step compares numbers sooner than tensors
+        given = positions.tolist()
+        steady = [row == list(range(row[0], row[0] + t)) for row in given]
+        starts = [row[0] - (s - t) for row in given]
+    else:
+        positions = positions.cpu()
+        steady = (positions - positions[:, :1] == torch.arange(t)).all(1).tolist()
+        starts = (positions[:, 0] - (s - t)).tolist()
     every = {
         "offset": s - t,
         "first_query": 0,
@@ -333,7 +345,9 @@ def _arranged(b: int, mask: Tensor | None, positions: Tensor, rows: list[Row]) -
     used = row.offset + t
     if all(x == row for x in rows) and row.queries == t and row.tokens == used:
         places = range(row.start, row.start + used)
-        return Layout(places[row.offset :], places, None, None, used, end=places.stop, shared=Shared())
+        queries = places[row.offset :]
+        shared = Shared(query_positions=queries, key_positions=places, rotated=True)
+        return Layout(queries, places, None, None, used, end=places.stop, shared=shared)
     closed = [x.closed_up for x in rows]
     tokens = torch.ones(b, used, dtype=torch.bool, device=device) if mask is None else (mask % HERE == TOKEN)[:, :used]
     here = tokens[:, row.offset :]
@@ -348,7 +362,7 @@ def _arranged(b: int, mask: Tensor | None, positions: Tensor, rows: list[Row]) -
         )
     starts = torch.tensor([x.start for x in rows], device=device)
     keys = (starts[:, None] + torch.arange(tokens.shape[1], device=device)).clamp(min=0)
-    return Layout(
+    result = Layout(
         Placed(positions, tuple(x.query_run() for x in rows)),
         Placed(keys, tuple(x.key_run() for x in rows), starts),
         here,
@@ -357,8 +371,8 @@ def _arranged(b: int, mask: Tensor | None, positions: Tensor, rows: list[Row]) -
         query_slots,
         key_slots,
         end=max((run[1].stop for row in rows if (run := row.key_run()) is not None), default=None),
-        shared=Shared(),
     )
+    return replace(result, shared=Shared(**result.arguments))
 
 
 def _tokens_first(tokens: Bool[Tensor, "b n"], up: Bool[Tensor, "b 1"]) -> Int[Tensor, "b n"]:

@@ -289,7 +289,10 @@ def _input_device(model: Any) -> torch.device:
 
 def unknown(kwargs: dict[str, Any]) -> str | None:
     """Name a tensor that a family passes to its attention and no law handles: ignoring it would be silently wrong."""
-    return next((k for k, v in kwargs.items() if isinstance(v, Tensor) and k not in KNOWN), None)
+    for name, value in kwargs.items():  # every layer asks in every step
+        if isinstance(value, Tensor) and name not in KNOWN:
+            return name
+    return None
 
 
 @contextmanager

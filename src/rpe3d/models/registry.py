@@ -18,9 +18,9 @@ from rpe3d.attention import Memory, attention
 from rpe3d.config import ConfigError
 from rpe3d.geometry import Law
 from rpe3d.models import noted
-from rpe3d.models.carried import carried, law_in, module_carried, module_law, parameters_of
+from rpe3d.models.carried import carried, law_in, module_carried, parameters_of
 from rpe3d.models.guard import tell_of_length, watch
-from rpe3d.models.positions import Layout, layer_mask, layout
+from rpe3d.models.positions import Layout, capturing, layer_mask, layout
 from rpe3d.models.probe import unknown
 
 NAME = "rpe3d"  # transformers parses names: none of "flash", "sdpa", "flex", "/" may be in it
@@ -126,10 +126,22 @@ def make_mask(
         )
     if kv_offset:
         raise ConfigError("this cache has dropped its first keys", "a law needs all of them: use a DynamicCache")
-    if attention_mask is None and isinstance(q_offset, int) and q_offset + q_length == kv_length:
+    if isinstance(q_offset, int) and q_offset + q_length == kv_length and _all_tokens(attention_mask, kv_length):
         return None
     device = kwargs.get("device") if attention_mask is None else attention_mask.device
     return layer_mask(attention_mask, batch_size, q_length, kv_length, q_offset, device)
+
+
+def _all_tokens(mask: Tensor | None, slots: int) -> bool:
+    """Say whether a padding mask leaves nothing out, as that of `generate`; False in a graph, which cannot ask.
+
+    The device is asked for one number, as by transformers' own mask; the positions then tell all there is to know.
+    """
+    if mask is None:
+        return True
+    if mask.shape[1] != slots or torch.compiler.is_compiling() or capturing(mask):
+        return False
+    return bool(mask.all())
 
 
 def attend(
@@ -161,20 +173,22 @@ def attend(
             return attend(
                 module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, None, position_ids
             )
-    law, held = module_law(module), module_carried(module)
+    held = module_carried(module)
     if held.notes:
         position_ids = noted.positions(module.config, position_ids).to(query.device)
     layer = getattr(module, "layer_idx", 0)
-    where: Layout = layout(query, key, attention_mask, position_ids, layer, getattr(module, "config", None))
+    law = held.law_at(layer)
+    where: Layout = layout(query, key, attention_mask, position_ids, layer, module.config)
     if where.end is not None and where.end > law.context:
         tell_of_length(law, where.end)
     query, key, value = where.gathered(query, key, value)
-    query, key = held.arranged(query), held.arranged(key)
-    solve = where.shared or attention
-    memory = None if where.shared is None or not law.chooses else memories.setdefault(module, Memory())
-    out, _ = solve(
-        query, key, value, law, scale=scaling, softcap=softcap, sinks=s_aux, memory=memory, **where.arguments
-    )
+    if held.pieces:
+        query, key = held.arranged(query), held.arranged(key)
+    if where.shared is None:
+        out, _ = attention(query, key, value, law, scale=scaling, softcap=softcap, sinks=s_aux, **where.arguments)
+    else:
+        memory = memories.setdefault(module, Memory()) if law.chooses else None
+        out = where.shared.output(query, key, value, law, scale=scaling, softcap=softcap, sinks=s_aux, memory=memory)
     return where.returned(out).transpose(1, 2).contiguous(), None
 
 

@@ -63,7 +63,10 @@ _table = Launcher(_table_kernel)
 
 @lru_cache(maxsize=256)
 def _numbers(turn: Turn, device: torch.device) -> Float64[Tensor, "7"]:
-    """Return the turn as the kernel reads it. The key is the whole value, so nothing can go stale."""
+    """Return the turn as the kernel reads it."""
+    # Kept for the process, unlike all else here: a launch that is captured in a CUDA graph can copy nothing to the
+    # device, and whoever asks for a table knows a turn and not the law that could keep this. The key is the whole
+    # value, so nothing goes stale, and 256 entries of 56 bytes are all that stays.
     phase = turn.phase
     y = (phase.constant, float(phase.sign), math.log(phase.base)) if phase else (0.0, 0.0, 0.0)
     numbers = [turn.offset, turn.stride, turn.start, turn.ceiling, *y]

@@ -40,20 +40,20 @@ def refusal(problem: Problem) -> str | None:
         return "its keys must have been rotated by stock RoPE"
     if problem.needs_gradient:
         return "it has no gradient"
-    if kernel_lacks(problem) is None:
+    if (machine_refusal(problem.q.device) or kernel_refusal(problem)) is None:
         return None
     return "its key positions are not consecutive" if None in problem.key_runs else None
 
 
-def kernel_lacks(problem: Problem) -> str | None:
-    """Say why the kernel does not run a problem here; None if it does."""
+def machine_refusal(device: torch.device) -> str | None:
+    """Say why the kernel runs no problem on a device; None if it runs some."""
     if not _HAS_TRITON:
         return "Triton is not installed"
-    return kernel_refusal(problem) if problem.q.is_cuda else f"it runs on a GPU, not on {problem.q.device}"
+    return None if device.type == "cuda" else f"it runs on a GPU, not on {device}"
 
 
 def kernel_refusal(problem: Problem) -> str | None:
-    """Say what about a problem is not made for the kernel, whatever the machine."""
+    """Say why the kernel runs a problem on no machine; None if it does on some."""
     d, e = problem.q.shape[3], problem.v.shape[3]
     if problem.q.dtype not in _DTYPES:
         return f"it computes in float32, not in {str(problem.q.dtype).removeprefix('torch.')}"
@@ -95,10 +95,10 @@ def prepare(problem: Problem) -> Step:
         from rpe3d.attention.chosen import step
 
         return step.Step(problem)
-    if lack := kernel_lacks(problem):
+    if reason := machine_refusal(problem.q.device) or kernel_refusal(problem):
         from rpe3d.attention.decode import plain
 
-        return plain.Step(problem, f"few queries: plain PyTorch (the kernel: {lack})")
+        return plain.Step(problem, f"few queries: plain PyTorch (the kernel: {reason})")
     from rpe3d.attention.decode import kernel
 
     return kernel.Step(problem)

@@ -17,7 +17,7 @@ from rpe3d.attention.decode.launch import Launch, scales
 from rpe3d.attention.decode.loop import NEVER, _attend
 from rpe3d.attention.lowering import table
 from rpe3d.attention.problem import Problem
-from rpe3d.rotation.launch import Launcher
+from rpe3d.rotation.launch import Bound, Launcher
 
 # What changes from step to step must not compile a new kernel in the middle of a text.
 _STEPS = ["query_start", "key_start", "keys", "query_positions_b", "query_mask_b", "key_mask_b"]
@@ -34,11 +34,11 @@ def _decode_kernel(
     k,
     v,
     out,
+    sinks,
     lse,
     parts,
     logs,
     arrivals,
-    sinks,
     table,
     query_positions,
     key_starts,
@@ -144,33 +144,47 @@ class Step:
         g, s = x.k.shape[1:3]
         self.made = Launch(x.law, x.q, g, s, **options)
         tensors, strides = _optional(x)
-        self.launch = _decode.bind(
-            x.q.device,
-            self.made.grid,
-            (
-                table(x.law, x.q.device),
-                *tensors,
-                x.queries.start if isinstance(x.queries, range) else 0,
-                x.keys.start if isinstance(x.keys, range) else 0,
-                s,
-                self.made.splits,
-                *scales(x.scale, x.softcap),
-                *x.q.stride()[:3],
-                *x.k.stride()[:3],
-                *x.v.stride()[:3],
-                *torch.empty_like(x.q).stride()[:3],
-                *strides,
-            ),
-            self.made.constants | {"WIDEN": INTERPRETED},
-            self.made.options,
+        self.arguments = (
+            table(x.law, x.q.device),
+            *tensors,
+            x.queries.start if isinstance(x.queries, range) else 0,
+            x.keys.start if isinstance(x.keys, range) else 0,
+            s,
+            self.made.splits,
+            *scales(x.scale, x.softcap),
+            *x.q.stride()[:3],
+            *x.k.stride()[:3],
+            *x.v.stride()[:3],
+            *torch.empty_like(x.q).stride()[:3],
+            *strides,
         )
+        self.launch: Bound | None = None
+        self.layer: Bound | None = None
+        """A launch with room that the layers of a forward share."""
+
+    def _bind(self, *room: Tensor | None) -> Bound:
+        constants = self.made.constants | {"WIDEN": INTERPRETED}
+        return _decode.bind(self.made.device, self.made.grid, (*room, *self.arguments), constants, self.made.options)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the output and the log-sum-exp."""
+        if self.launch is None:
+            self.launch = self._bind()
         out = torch.empty_like(q)
         lse, *scratch = self.made.results()
-        self.launch(q, k, v, out, lse, *scratch, None if sinks is None else sinks.contiguous())
+        self.launch(q, k, v, out, None if sinks is None else sinks.contiguous(), lse, *scratch)
         return out, lse
+
+    def output(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        """Return the output alone, for layers that run one after the other: they share all other room.
+
+        Not for a launch that is captured in a CUDA graph, which may outlive this step.
+        """
+        if self.layer is None:
+            self.layer = self._bind(*self.made.results(own=True))
+        out = torch.empty_like(q)
+        self.layer(q, k, v, out, None if sinks is None else sinks.contiguous())
+        return out
 
 
 def _optional(x: Problem) -> tuple[list[Tensor | None], list[int]]:

@@ -49,15 +49,19 @@ class Launch:
             "BLOCK_N": block_n,
         }
 
-    def results(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """Return room for the log-sum-exp, and for what the splits leave each other: parts, logs and arrivals."""
+    def results(self, *, own: bool = False) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """Return room for the log-sum-exp, and for what the splits leave each other: parts, logs and arrivals.
+
+        own: with counters that nobody else has, at the cost of a launch, for whoever keeps the room.
+        """
         lse = torch.empty(self.shape, dtype=torch.float32, device=self.device)
         if not self.slots:
             return lse, None, None, None
         rows = lse.numel()
         shares = rows * self.slots * self.dim
         parts = torch.empty(shares + rows * self.columns, dtype=torch.float32, device=self.device)
-        return lse, parts, parts[shares:], zeros(self.counters, self.device)
+        counters = torch.zeros(self.counters, dtype=torch.int32, device=self.device) if own else None
+        return lse, parts, parts[shares:], zeros(self.counters, self.device) if counters is None else counters
 
 
 def scales(scale: float, softcap: float | None) -> tuple[float, float | None]:

@@ -31,7 +31,7 @@ _HAS_TRITON = find_spec("triton") is not None
 
 def refusal(problem: Problem) -> str | None:
     """Say why the kernel cannot run a problem here; None if it can."""
-    if reason := lacks(problem):
+    if reason := vectors_refusal(problem):
         return reason
     found = list(spans(problem))
     if not found or None in found or any(span.places for span in found if span is not None):
@@ -39,8 +39,8 @@ def refusal(problem: Problem) -> str | None:
     return None
 
 
-def lacks(problem: Problem) -> str | None:
-    """Say what keeps the kernel from a problem whatever its positions; None if nothing does."""
+def vectors_refusal(problem: Problem) -> str | None:
+    """Say why the kernel cannot run a problem here whatever its positions; None if it can."""
     if not _HAS_TRITON:
         return "Triton is not installed"
     d, e = problem.q.shape[3], problem.v.shape[3]
@@ -78,7 +78,7 @@ def prepare(problem: Problem, **options: Any) -> Prepared:
 class Step:
     """A prefill without its vectors: all that is the same for every layer of a model, settled once.
 
-    Made from one layer's problem, which nothing `lacks`, and its spans, it takes the vectors of any that have the same
+    Made from one layer's problem, which nothing refuses, and its spans, it takes the vectors of any that have the same
     shapes, strides and types, turned by stock RoPE. It holds the tables of the law's turns, so it should go when the
     forward does.
     """
