@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -54,10 +55,20 @@ class Launch:
         lse = torch.empty(self.shape, dtype=torch.float32, device=self.device)
         if not self.slots:
             return lse, None, None, None
-        rows = lse.numel()
-        shares = rows * self.slots * self.dim
-        parts = torch.empty(shares + rows * self.columns, dtype=torch.float32, device=self.device)
-        return lse, parts, parts[shares:], zeros(self.counters, self.device)
+        parts = torch.empty(self.room() - lse.numel(), dtype=torch.float32, device=self.device)
+        return lse, parts, parts[lse.numel() * self.slots * self.dim :], zeros(self.counters, self.device)
+
+    def room(self) -> int:
+        """Return how many floats `results` takes."""
+        return math.prod(self.shape) * (1 + self.slots * self.dim + self.columns)
+
+    def results_in(self, room: Tensor, arrivals: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """Return `results` in memory that is kept: floats, and zeros that launches leave zero."""
+        rows = math.prod(self.shape)
+        lse, rest = room[:rows].view(self.shape), room[rows : self.room()]
+        if not self.slots:
+            return lse, None, None, None
+        return lse, rest, rest[rows * self.slots * self.dim :], arrivals[: self.counters]
 
 
 def scales(scale: float, softcap: float | None) -> tuple[float, float | None]:
