@@ -83,7 +83,9 @@ class LawBuilder:
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self.law = served_law(self.vllm_config)  # type: ignore[attr-defined]
+        # Layers with a window are vLLM's alone. Where vLLM keeps them in one cache with the others, the layers know.
+        windowed = type(self.kv_cache_spec).__name__ == "SlidingWindowSpec"  # type: ignore[attr-defined]
+        self.law = None if windowed else served_law(self.vllm_config)  # type: ignore[attr-defined]
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         common, law = common_attn_metadata, self.law
@@ -91,10 +93,13 @@ class LawBuilder:
         if law is None or common.max_seq_len <= law.exact_up_to:
             return build(common_prefix_len, common, fast_build)
         batch = split(common, law.exact_up_to, lambda near: build(0, near, fast_build))
-        # As a whole it does not run, so that vLLM need not plan it.
-        whole = build(0, common, fast_build or batch is not None)
+        whole = build(0, common, fast_build or (batch is not None and self.knows_windows()))
         whole.rpe3d = batch
         return whole
+
+    def knows_windows(self) -> bool:
+        """Say whether vLLM has looked at all layers. From then on it need not plan what it will not run."""
+        return getattr(self, "aot_sliding_window", ()) is not None
 
 
 def split(common: Any, longest: float, build: Any) -> Batch | None:
@@ -202,7 +207,7 @@ class LawImpl:
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
         """Write every row of `output` [tokens, h, d], as an attention forward of vLLM."""
-        batch: Batch | None = getattr(attn_metadata, "rpe3d", None)
+        batch: Batch | None = None if self.law is None else getattr(attn_metadata, "rpe3d", None)
         stock = super().forward  # type: ignore[misc]
         if batch is None:
             plain: Tensor = stock(

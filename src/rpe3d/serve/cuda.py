@@ -63,7 +63,7 @@ class Builder(LawBuilder, FlashAttentionMetadataBuilder):  # type: ignore[misc]
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         common = common_attn_metadata
         if self.steps is not None and self._is_step(common):
-            whole = FlashAttentionMetadataBuilder.build(self, 0, common, True)
+            whole = FlashAttentionMetadataBuilder.build(self, 0, common, self.knows_windows())
             n = common.num_reqs
             whole.rpe3d = Step(self.steps, slice(0, n), common.block_table_tensor[:n], common.seq_lens[:n])
             return whole
@@ -123,7 +123,7 @@ class Impl(LawImpl, FlashAttentionImpl):  # type: ignore[misc]
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
         step = getattr(attn_metadata, "rpe3d", None)
-        if isinstance(step, Step):
+        if self.law is not None and isinstance(step, Step):
             self.take(step, query, kv_cache, output)
             return output
         done: Tensor = super().forward(
