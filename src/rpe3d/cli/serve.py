@@ -57,9 +57,8 @@ def run(arguments: Namespace) -> int:
         wait_until_ready(process, url)
         say(_curl(url, arguments.model))
         print(f"{url}/v1", flush=True)  # last: who waits for it finds all else said
-        if code := process.wait():
-            raise ConfigError(f"vLLM ended by itself (exit code {code})", "its own words are above; start it again")
-        return 0
+        code = process.wait()  # 0 also where its engine was killed
+        raise ConfigError(f"vLLM ended by itself (exit code {code})", "its own words are above; start it again")
     except KeyboardInterrupt:
         return 0
     finally:
