@@ -226,10 +226,10 @@ def children(process):
 
 
 def test_a_full_cache_makes_requests_wait_and_a_killed_engine_ends_the_server(folder, stock, tmp_path):
-    """Twelve texts of up to 190 tokens in a cache of 16 pages of 32: most wait, some are computed again."""
+    """Twelve texts of up to 190 tokens in a cache of 18 pages of 32: most wait, some are computed again."""
     log = tmp_path / "stderr"
     options = [f"--vllm={option}" for option in ("dtype=float32", "enforce-eager", "max-num-seqs=8", "block-size=32")]
-    options += ["--vllm=num-gpu-blocks-override=16", "--vllm=no-enable-prefix-caching"]
+    options += ["--vllm=num-gpu-blocks-override=18", "--vllm=no-enable-prefix-caching"]
     server = Server(folder, log, "--context", str(CONTEXT), *options)
     client = Client(server.url, server.name)
     texts = prompts(*range(90, 102), seed=11)
