@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 OLDEST := .venv-oldest
 SERVE  := .venv-serve
 
-.PHONY: demo test test-gpu test-oldest test-serve docs check check-wheel format clean
+.PHONY: demo test test-gpu test-oldest test-serve test-serve-gpu docs check check-wheel format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -15,6 +15,7 @@ help:
 	@echo "make test-gpu     the tests of kernels, library calls and models on this machine's GPU"
 	@echo "make test-oldest  the tests of models, the survey and commands, on the oldest transformers that is supported"
 	@echo "make test-serve   the tests of serving, with vLLM on the CPU, in a venv of its own (4 GB)"
+	@echo "make test-serve-gpu   the tests of serving on this machine's GPU, by a PYTHON that has vLLM's CUDA build"
 	@echo "make docs    the documentation as a site, in site/"
 	@echo "make check   format, lint, types, import contract, dead links"
 	@echo "make check-wheel  a wheel, installed with each extra into an empty venv, does its work (minutes)"
@@ -66,6 +67,10 @@ test-oldest: $(OLDEST)/.ready
 # Warnings are vLLM's own. One thread: on a busy machine the steps of tiny models would wait for the second.
 test-serve: $(SERVE)/.ready
 	OMP_NUM_THREADS=1 $(SERVE)/bin/python -m pytest -W ignore tests/serve tests/cli/test_serve.py tests/test_examples.py::test_a_served_model_answers
+
+# vLLM's CUDA build is the user's own: PYTHON is where it is installed, with this package and pytest. Some four minutes.
+test-serve-gpu:
+	$(PYTHON) -m pytest -W ignore -o addopts=-ra tests/gpu/test_serve.py
 
 # mkdocs counts warnings, and so dead links, only where it prints them: not with --quiet.
 check: $(READY)

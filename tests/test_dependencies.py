@@ -12,8 +12,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 NAMES = {"huggingface_hub": "huggingface-hub"}
 """Modules whose distribution has another name."""
-OPTIONAL = {"datasets", "triton"}
-"""Modules that the sources do without: datasets serves one kind of --data, and triton comes with torch for CUDA."""
+OPTIONAL = {"datasets", "prometheus_client", "triton"}
+"""Modules that the sources do without: datasets serves one kind of --data, triton comes with torch for CUDA, and
+prometheus_client with vLLM, in whose server alone it is used."""
 
 
 def imported(path):

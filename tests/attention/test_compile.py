@@ -60,11 +60,40 @@ selection.unite(unions, x.q, x.k, *found, queries, first=96, start=0)
 far.attend(selection, unions, x.q, x.k, x.v, x.q.clone(), torch.zeros(1, 4, 400), first=96, query_start=0, scale=0.1)
 '''
 
+PAGED = (
+    COMPILE.split("from rpe3d.attention import Memory")[0]
+    + """
+from rpe3d.attention.decode import kernel, paged
+from rpe3d.testing import random_problem, small_law
+
+for name in ("3d-rpe", "dca"):
+    law = small_law(name, context=4096)
+    cache = torch.zeros(9, 16, 2, 64, dtype=torch.bfloat16)
+    for splits in (1, 3):
+        made = paged.Steps(law, torch.device("cpu"), sequences=4, heads=6, groups=2, splits=splits)
+        q = torch.zeros(4, 6, 1, 64, dtype=torch.bfloat16)
+        numbers = torch.zeros(4, 9, dtype=torch.int32)
+        made(q, cache, cache, torch.empty_like(q), pages=numbers, lengths=numbers[:, 0].contiguous(), scale=0.1)
+        x = random_problem(law, t=1, s=400, dtype=torch.bfloat16)
+        kernel.Step(x, splits=splits)(x.q, x.k, x.v, None)
+"""
+)
+
+
+def compiled(program):
+    """Return the kernels that a program compiles for a Hopper GPU, each as often as it does."""
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stderr[-2000:]
+    return [line.split()[1].removesuffix("_kernel") for line in run.stdout.splitlines()]
+
+
+def test_the_decoding_kernels_compile_for_a_gpu():
+    """With pages and without, split and whole: what a server captures in CUDA graphs."""
+    assert compiled(PAGED) == ["_paged", "_decode"] * 4
+
 
 def test_the_kernels_of_a_choice_compile_for_a_gpu():
     """A variable that changes its type, or two returns of which one does not fit, the interpreter does not mind."""
-    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-    run = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=600)
-    assert run.returncode == 0, run.stderr[-2000:]
     kernels = {"_aim", "_score", "_choose", "_attend", "_means", "_aims", "_levels", "_cuts", "_unions", "_far"}
-    assert {line.split()[1].removesuffix("_kernel") for line in run.stdout.splitlines()} == kernels
+    assert set(compiled(COMPILE)) == kernels

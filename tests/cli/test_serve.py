@@ -40,7 +40,7 @@ def installed(monkeypatch):
 
 
 class Process:
-    """A server that says it is ready, or has ended with `code`."""
+    """A server that says it is ready, or has ended with `code`. Whoever waits for it presses Ctrl-C at once."""
 
     def __init__(self, line, code=None):
         self.line, self.returncode = line, code
@@ -48,9 +48,13 @@ class Process:
     def poll(self):
         return self.returncode
 
-    def wait(self, timeout=None):
+    def terminate(self):
         self.returncode = 0
-        return 0
+
+    def wait(self, timeout=None):
+        if self.returncode is None:
+            raise KeyboardInterrupt
+        return self.returncode
 
 
 @pytest.fixture
@@ -65,6 +69,27 @@ def started(installed, monkeypatch):
     monkeypatch.setattr(verb.subprocess, "Popen", popen)
     monkeypatch.setattr(launch, "wait_until_ready", lambda *_: None)
     return made
+
+
+def test_a_server_that_ends_by_itself_is_an_error(folder, started, monkeypatch, capsys):
+    """vLLM's exit code is 0 also where its engine was killed, so the code alone says nothing."""
+    monkeypatch.setattr(Process, "wait", lambda self, timeout=None: self.terminate() or 0)
+    assert main(["serve", str(folder), "--context", "1k", "--port", "0"]) != 0
+    assert "error: vLLM ended by itself (exit code 0)" in capsys.readouterr().err
+
+
+def test_the_server_is_told_its_law_for_the_metrics(folder, installed, monkeypatch):
+    seen = []
+
+    def popen(line, env, **_):
+        seen.append(json.loads(env["RPE3D_SERVED_LAW"]))
+        return Process(line)
+
+    monkeypatch.setattr(verb.subprocess, "Popen", popen)
+    monkeypatch.setattr(launch, "wait_until_ready", lambda *_: None)
+    assert main(["serve", str(folder), "--context", "1k", "--law", "dca", "--port", "0"]) == 0
+    assert (seen[0]["law"], seen[0]["context"]) == ("dca", "1024")
+    assert all(isinstance(value, str) for value in seen[0].values())
 
 
 def option(line, name):

@@ -2,58 +2,81 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed; `make test-serve` has it")
 
+from engines import model
+from vllm.config import CUDAGraphMode, set_current_vllm_config
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadataBuilder
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
 from rpe3d import ConfigError, make_law
 from rpe3d.attention import attention
 from rpe3d.serve import cpu, cuda, plugin
-from rpe3d.serve.backend import Batch, Far, split
+from rpe3d.serve.backend import MADE, Batch, Far, Step, split
+
+PAGE, GROUPS, HEADS, DIM = 16, 2, 4, 32
+LAW = {"chunk": 16, "window": 32, "reach": 64}
+EDGE = 48  # window + chunk: up to here 3D-RPE is plain RoPE
 
 
 def law(name="3d-rpe", **parameters):
-    return make_law(name, pretrained=64, context=512, head_dim=32, **parameters)
+    return make_law(name, pretrained=64, context=512, head_dim=DIM, **parameters)
 
 
-@dataclass
-class Common:
-    """What is read of vLLM's CommonAttentionMetadata."""
-
-    query_start_loc: torch.Tensor
-    query_start_loc_cpu: torch.Tensor
-    seq_lens: torch.Tensor
-    num_reqs: int
-    num_actual_tokens: int
-    max_query_len: int
-    max_seq_len: int
-    block_table_tensor: torch.Tensor
-    slot_mapping: torch.Tensor
-    positions: object = None
-    is_prefilling: object = None
-    seq_lens_cpu_upper_bound: object = None
-    req_idx: object = None
-    _num_computed_tokens_cache: object = None
-    _token_to_req_indices_cache: object = None
+def common(counts, lengths, *, device="cpu", width=9, padding=0):
+    """A batch as vLLM describes it: so many new tokens of each sequence; `padding` rows fill up a graph."""
+    counts, lengths = counts + [0] * padding, lengths + [0] * padding
+    starts = torch.tensor([0, *counts]).cumsum(0).int()
+    tokens = sum(counts) + padding
+    return CommonAttentionMetadata(
+        query_start_loc=starts.to(device),
+        query_start_loc_cpu=starts,
+        seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
+        seq_lens_cpu_upper_bound=torch.tensor(lengths, dtype=torch.int32),
+        num_reqs=len(counts),
+        num_actual_tokens=tokens,
+        max_query_len=max(counts),
+        max_seq_len=max(lengths),
+        block_table_tensor=torch.arange(len(counts) * width, dtype=torch.int32).view(-1, width).to(device),
+        slot_mapping=torch.arange(100, 100 + tokens).to(device),
+    )
 
 
 def test_a_batch_is_split_by_length():
-    starts = torch.tensor([0, 2, 3, 3, 7], dtype=torch.int32)
-    common = Common(starts, starts, torch.tensor([10, 40, 0, 30]), 4, 7, 4, 40, torch.arange(8).view(4, 2),
-                    torch.arange(100, 107))  # fmt: skip
-    batch = split(common, 24, lambda near: near)
+    batch = split(common([2, 1, 0, 4], [10, 40, 0, 30], width=2), 24, lambda near: near)
     assert [(far.tokens, far.length, far.row) for far in batch.far] == [(slice(2, 3), 40, 1), (slice(3, 7), 30, 3)]
-    assert batch.near_tokens.tolist() == [0, 1]
+    assert batch.near_tokens == slice(0, 2)
     near = batch.near
     assert (near.num_reqs, near.num_actual_tokens, near.max_query_len, near.max_seq_len) == (1, 2, 2, 10)
     assert near.query_start_loc.tolist() == [0, 2]
     assert near.block_table_tensor.tolist() == [[0, 1]]
     assert near.slot_mapping.tolist() == [100, 101]
-    assert split(common, 40, lambda near: near) is None
-    assert split(common, 5, lambda near: near).near is None
+
+
+def test_near_sequences_that_lie_apart_are_gathered():
+    batch = split(common([1, 1, 3], [10, 40, 20], width=2), 24, lambda near: near)
+    assert batch.near_tokens.tolist() == [0, 2, 3, 4]
+    assert batch.near.query_start_loc.tolist() == [0, 1, 4]
+    assert batch.near.seq_lens.tolist() == [10, 20]
+    assert batch.near.block_table_tensor.tolist() == [[0, 1], [4, 5]]
+    assert batch.near.slot_mapping.tolist() == [100, 102, 103, 104]
+
+
+def test_a_batch_of_one_kind_is_not_split():
+    given = common([2, 1], [10, 40])
+    assert split(given, 40, lambda near: near) is None
+    assert split(given, 5, lambda near: near).near is None
+
+
+def test_lengths_are_read_from_the_host():
+    """A tensor on the meta device holds no numbers: whoever reads from the device fails."""
+    batch = split(common([2, 1], [10, 40], device="meta"), 24, lambda near: near)
+    assert [far.length for far in batch.far] == [40]
+    assert batch.near.max_seq_len == 10
 
 
 @pytest.mark.parametrize("layout", ["plain", "transposed", "shuffled"])
@@ -83,26 +106,191 @@ def test_registering_again_changes_nothing():
     assert AttentionBackendEnum.FLASH_ATTN.get_class() is cuda.Backend
 
 
-@pytest.mark.parametrize("name", ["3d-rpe", "leaky-rerope"])
-def test_the_backend_for_cuda_reads_pages_as_vllm_writes_them(name):
-    """A decoding step through the kernel over pages (in Triton's interpreter) beside a piece of a prompt."""
-    made = law(name, **({"chunk": 16, "window": 32} if name == "3d-rpe" else {}))
-    page, g, h, d = 16, 2, 4, 32
-    impl = object.__new__(cuda.Impl)
-    impl.law, impl.scale, impl.head_size = made, 0.2, d
-    lengths, counts = [100, 75], [1, 20]
-    k, v = torch.randn(2, g, 112, d), torch.randn(2, g, 112, d)
-    table = torch.randperm(14).view(2, 7).int()
-    cache = torch.empty(14, g, page, 2 * d)
-    cache[table.long(), ..., :d] = k.unflatten(2, (7, page)).transpose(1, 2)
-    cache[table.long(), ..., d:] = v.unflatten(2, (7, page)).transpose(1, 2)
-    query, output = torch.randn(21, h, d), torch.empty(21, h, d)
-    places = [slice(0, 1), slice(1, 21)]
-    far = [Far(place, n, table[row], row) for row, (place, n) in enumerate(zip(places, lengths, strict=True))]
-    batch = Batch(far, None, torch.zeros(0, dtype=torch.long), torch.tensor(lengths, dtype=torch.int32), table)
-    impl.attend_far(None, query, cache, batch, output)
-    for row, (place, n, t) in enumerate(zip(places, lengths, counts, strict=True)):
-        q = query[place].transpose(0, 1)[None]
-        given = {"scale": 0.2, "rotated": True, "query_positions": range(n - t, n), "key_positions": range(n)}
-        truth, _ = attention(q, k[row, None, :, :n], v[row, None, :, :n], made, impl="reference", **given)
-        torch.testing.assert_close(output[place], truth[0].transpose(0, 1), rtol=0, atol=2e-5)
+@pytest.fixture(scope="module")
+def configured(tmp_path_factory):
+    """Return vLLM's configuration of a tiny model under a law, as an engine makes it."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    plugin.register()
+
+    def configure(name="3d-rpe", **parameters):
+        folder = tmp_path_factory.mktemp("configured")
+        model(law=name, **parameters).save_pretrained(folder)
+        given = {"skip_tokenizer_init": True, "dtype": "float32", "block_size": 32, "max_num_seqs": 8}
+        return EngineArgs(model=str(folder), **given).create_engine_config()
+
+    return configure
+
+
+@pytest.fixture(scope="module")
+def engine_config(configured):
+    return configured(**LAW)
+
+
+def spec(head_size=DIM):
+    return FullAttentionSpec(block_size=PAGE, num_kv_heads=GROUPS, head_size=head_size, dtype=torch.float32)
+
+
+def builder(config, *, full=False, device="cpu"):
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE if full else CUDAGraphMode.NONE
+    with set_current_vllm_config(config):
+        return cuda.Builder(spec(), [], config, torch.device(device))
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "head_size", "expected"),
+    [
+        ("3d-rpe", LAW, DIM, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE),
+        ("dca", {"chunk": 16, "window": 48}, DIM, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE),
+        ("3d-rpe", LAW, 24, AttentionCGSupport.NEVER),
+        ("3d-rpe", {"chunk": 4}, DIM, AttentionCGSupport.NEVER),
+        ("leaky-rerope", {}, DIM, AttentionCGSupport.NEVER),
+        ("3d-rpe", LAW | {"far": 3}, DIM, AttentionCGSupport.NEVER),
+        ("yarn", {}, DIM, FlashAttentionMetadataBuilder._cudagraph_support),
+    ],
+)
+def test_steps_are_captured_where_a_kernel_takes_them(configured, name, parameters, head_size, expected):
+    """`yarn` lives in the rotary layer alone: there attention is vLLM's."""
+    assert cuda.Builder.get_cudagraph_support(configured(name, **parameters), spec(head_size)) == expected
+
+
+def test_vllm_captures_decoding_whole_and_the_rest_in_pieces(configured):
+    config = configured(**LAW).compilation_config
+    config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+    support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    assert config.resolve_cudagraph_mode_and_sizes(support, "ours", 1) == CUDAGraphMode.FULL_AND_PIECEWISE
+
+
+@pytest.mark.parametrize(
+    ("full", "counts", "lengths", "expected"),
+    [
+        (False, [1, 1], [EDGE, 10], None),
+        (False, [1, 1], [EDGE + 1, 10], Step),
+        (True, [1, 1], [EDGE, 10], Step),
+        (True, [1, 1], [EDGE + 1, 10], Step),
+        (True, [1, 2], [EDGE + 1, 10], Batch),
+        (True, [1, 2], [EDGE, 10], None),
+        (True, [1, 0], [EDGE + 1, 10], Batch),
+    ],
+)
+def test_who_attends(engine_config, full, counts, lengths, expected):
+    """vLLM's kernel, ours in one launch, or both. Nothing is read from a device that holds no numbers."""
+    made = builder(engine_config, full=full, device="meta").build(0, common(counts, lengths, device="meta"))
+    found = getattr(made, "rpe3d", None)
+    assert found is None if expected is None else type(found) is expected
+    if expected is Step:
+        assert found.tokens == slice(0, len(counts))
+        assert made.scheduler_metadata is None
+
+
+def test_sequences_that_decode_beside_a_prompt_share_a_launch(engine_config):
+    made = builder(engine_config, device="meta")
+    batch = made.build(0, common([1, 1, 1, 9], [60, 10, 70, 80], device="meta")).rpe3d
+    assert [far.row for far in batch.far] == [3]
+    assert batch.step.tokens.shape == batch.step.lengths.shape == (2,)
+    assert batch.near_tokens == slice(1, 2)
+    batch = made.build(0, common([1, 1, 9], [60, 70, 10], device="meta")).rpe3d
+    assert batch.step.tokens == slice(0, 2)
+    assert batch.far == []
+
+
+class Served:
+    """An implementation of one layer and its builder over a cache that holds the given sequences."""
+
+    def __init__(self, config, monkeypatch, lengths, *, full=False, width=9):
+        self.builder, self.law, self.lengths = builder(config, full=full), builder(config).law, lengths
+        MADE.add(self.law.json)
+        with set_current_vllm_config(config):
+            self.impl = cuda.Impl(HEADS, DIM, 0.2, GROUPS, None, None, "auto")
+        most = width * PAGE
+        self.k, self.v = (torch.randn(len(lengths), GROUPS, most, DIM) for _ in range(2))
+        self.cache = torch.full((len(lengths) * width + 5, GROUPS, PAGE, 2 * DIM), torch.nan)
+        self.table = torch.randperm(len(self.cache))[: len(lengths) * width].view(-1, width).int()
+        self.fill()
+        monkeypatch.setattr(FlashAttentionImpl, "forward", self.stock)
+
+    def fill(self):
+        for part, x in ((slice(0, DIM), self.k), (slice(DIM, None), self.v)):
+            self.cache[self.table.long(), ..., part] = x.unflatten(2, (-1, PAGE)).transpose(1, 2)
+
+    def stock(self, layer, query, key, value, cache, metadata, output, *_):
+        """Stand in for vLLM's kernel: plain RoPE, from the tensors that vLLM's kernel is given."""
+        keys, values = cache.transpose(1, 2).split(DIM, dim=-1)
+        for row, n in enumerate(metadata.seq_lens.tolist()):
+            start, stop = metadata.query_start_loc[row : row + 2].tolist()
+            held = [x[metadata.block_table[row, : -(-n // PAGE)].long()].flatten(0, 1)[:n] for x in (keys, values)]
+            where = {"query_positions": range(n - stop + start, n), "key_positions": range(n)}
+            out = self.reference(query[start:stop], *(x.transpose(0, 1) for x in held), law("rope"), **where)
+            output[start:stop] = out
+        return output
+
+    def reference(self, q, k, v, made, **where):
+        q = q.transpose(0, 1)[None]
+        out, _ = attention(q, k[None], v[None], made, scale=0.2, rotated=True, impl="reference", **where)
+        return out[0].transpose(0, 1)
+
+    def forward(self, metadata, query):
+        output = torch.full_like(query, torch.nan)
+        key = query[:, :GROUPS]
+        assert self.impl.forward(None, query, key, key, self.cache, metadata, output) is output
+        return output
+
+    def check(self, query, output, counts):
+        start = 0
+        for row, (n, count) in enumerate(zip(self.lengths, counts, strict=True)):
+            where = {"query_positions": range(n - count, n), "key_positions": range(n)}
+            part = slice(start, start + count)
+            truth = self.reference(query[part], self.k[row, :, :n], self.v[row, :, :n], self.law, **where)
+            torch.testing.assert_close(output[part], truth, rtol=0, atol=2e-5)
+            start += count
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize(
+    "counts",
+    [[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 20], [1, 5, 1, 1, 1, 20]],
+    ids=["a step", "beside a prompt", "between prompts"],
+)
+def test_the_backend_for_cuda_attends_as_the_specification(engine_config, monkeypatch, full, counts):
+    """A step through the kernel over pages (in Triton's interpreter), beside prompts and vLLM's own kernel."""
+    made = Served(engine_config, monkeypatch, [EDGE - 1, EDGE + 1, 1, 100, EDGE, 130], full=full)
+    given = common(counts, made.lengths)
+    given.block_table_tensor = made.table
+    query = torch.randn(sum(counts), HEADS, DIM)
+    made.check(query, made.forward(made.builder.build(0, given), query), counts)
+
+
+def test_a_step_that_was_captured_serves_other_lengths(engine_config, monkeypatch):
+    """A graph repeats a launch with the same arguments: what changes is what vLLM's persistent tensors hold."""
+    made = Served(engine_config, monkeypatch, [1, 1, 1, 1], full=True)
+    lengths, table = torch.ones(8, dtype=torch.int32), torch.zeros(8, 9, dtype=torch.int32)
+    given = common([1] * 4, [1] * 4)
+    given.seq_lens, given.block_table_tensor, given.max_seq_len = lengths[:4], table[:4], 512
+    captured = made.builder.build_for_cudagraph_capture(given)
+    query = torch.randn(4, HEADS, DIM)
+    made.forward(captured, query)
+    (launch,) = made.builder.steps._bound.items()
+    for now in ([144, 3, EDGE + 1], [20, 129, 64], [7]):
+        made.lengths = now
+        lengths.zero_()
+        lengths[: len(now)] = torch.tensor(now)
+        table.fill_(2**30)
+        table[: len(now)] = made.table[: len(now)]
+        query.normal_()
+        output = made.forward(captured, query)
+        made.check(query, output, [1] * len(now))
+        assert (output[len(now) :] == 0).all()
+    assert list(made.builder.steps._bound.items()) == [launch]
+
+
+def test_a_law_without_a_kernel_decodes_sequence_by_sequence(configured, monkeypatch):
+    for name, parameters in (("leaky-rerope", {}), ("3d-rpe", LAW | {"far": 3, "block": 4})):
+        made = Served(configured(name, **parameters), monkeypatch, [100, 5, 75])
+        assert made.builder.steps is None
+        counts = [1, 1, 20]
+        given = common(counts, made.lengths)
+        given.block_table_tensor = made.table
+        query = torch.randn(sum(counts), HEADS, DIM)
+        metadata = made.builder.build(0, given)
+        assert all(isinstance(far, Far) for far in metadata.rpe3d.far)
+        made.check(query, made.forward(metadata, query), counts)

@@ -23,8 +23,9 @@ pytest.importorskip("vllm", reason="vLLM is not installed; `make test-serve` has
 
 from engines import CONTEXT, model, prompts
 
-sys.path.append(str(Path(__file__).parents[1]))
+sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "benchmarks")]
 import tiny_lm
+from soak import Client, Soak
 
 NEW = 6
 
@@ -161,10 +162,20 @@ def test_a_client_that_leaves_costs_nothing_more(server, stock):
     assert tokens(server.ask(text)) == greedy(stock, text)
 
 
-def test_a_prompt_beyond_the_context_is_a_400_that_says_so(server):
+def test_a_prompt_beyond_the_context_is_a_400_that_says_so(server, stock):
     code, words = refused(lambda: server.ask(prompts(CONTEXT + 1)[0]))
     assert code == 400
     assert str(CONTEXT) in words
+    (text,) = prompts(30, seed=9)
+    assert tokens(server.ask(text)) == greedy(stock, text)
+
+
+def test_metrics_name_the_law(server):
+    """The chunk and the window are those that `rpe3d serve` chose for a model of 64 positions."""
+    (line,) = re.findall(r"^rpe3d_law_info\{(.*)\} 1\.0$", Client(server.url, server.name).metrics(), re.MULTILINE)
+    found = dict(re.findall(r'(\w+)="([^"]*)"', line))
+    expected = {"law": "3d-rpe", "context": str(CONTEXT), "pretrained": "64", "chunk": "4", "window": "20"}
+    assert found | expected == found
 
 
 @pytest.mark.parametrize("body", [b"{", b"", b"[]", b'{"model": 1}', b"\xff\xfe"])
@@ -184,3 +195,56 @@ def test_two_hundred_requests_in_flight(server, stock):
     for text, answer in list(zip(texts, found, strict=True))[::9]:
         assert tokens(answer) == greedy(stock, text)
     assert sizes[2] - sizes[1] < 64 * 2**20, [size >> 20 for size in sizes]
+    assert Client(server.url, server.name).settled()
+
+
+def test_clients_that_come_and_go_change_no_answer_and_leave_no_page_in_use(server, stock):
+    """The short form of `benchmarks/soak.py`: forty clients, a fifth of whose requests are left in the middle."""
+    client = Client(server.url, server.name)
+    soak = Soak(client, prompts(1, 19, 24, 25, 64, 70, 150, 301, 400, seed=10), new=NEW, in_flight=40)
+    assert soak.quiet == [greedy(stock, text) for text in soak.texts]
+    report = soak.run(8)
+    assert report.failures == []
+    assert report.different == []
+    assert report.finished > 40
+    assert report.left > 0
+    assert client.settled()
+
+
+def children(process):
+    """Return the processes that one has started, without Python's own helper."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            line = stat.with_name("cmdline").read_text()
+        except OSError:
+            continue
+        if parent == process and "resource_tracker" not in line:
+            found.append(int(stat.parent.name))
+    return found
+
+
+def test_a_full_cache_makes_requests_wait_and_a_killed_engine_ends_the_server(folder, stock, tmp_path):
+    """Twelve texts of up to 190 tokens in a cache of 18 pages of 32: most wait, some are computed again."""
+    log = tmp_path / "stderr"
+    options = [f"--vllm={option}" for option in ("dtype=float32", "enforce-eager", "max-num-seqs=8", "block-size=32")]
+    options += ["--vllm=num-gpu-blocks-override=18", "--vllm=no-enable-prefix-caching"]
+    server = Server(folder, log, "--context", str(CONTEXT), *options)
+    client = Client(server.url, server.name)
+    texts = prompts(*range(90, 102), seed=11)
+    with ThreadPoolExecutor(len(texts)) as clients:
+        found = list(clients.map(lambda text: client.ask(text, 90), texts))
+    assert client.metric("vllm:num_preemptions_total") > 0
+    for text, answer in list(zip(texts, found, strict=True))[::3]:
+        ids = torch.tensor([text])
+        with torch.no_grad():
+            truth = stock.generate(ids, max_new_tokens=90, do_sample=False, eos_token_id=None)
+        assert answer == truth[0, len(text) :].tolist()
+    assert client.settled()
+    (vllm,) = children(server.process.pid)
+    for engine in children(vllm):
+        os.kill(engine, signal.SIGKILL)
+    assert server.process.wait(timeout=120) != 0
+    server.log.close()
+    assert "error: vLLM ended by itself (exit code" in log.read_text()

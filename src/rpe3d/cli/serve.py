@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from rpe3d.cli.arguments import need, size
 from rpe3d.cli.extend import add_law_arguments, law_given, law_parameters
 from rpe3d.cli.model import summary
 from rpe3d.cli.terminal import note, say
+from rpe3d.config import ConfigError
 
 PORT = 8000
 STDERR = 2  # the descriptor
@@ -32,6 +34,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     need("serve", "transformers")
     from rpe3d.serve.launch import check_installed, check_port, command, prepare, stop, wait_until_ready
+    from rpe3d.serve.metrics import environment
 
     check_installed()
     given = None if arguments.law is None else law_given(arguments.law, arguments)
@@ -47,13 +50,15 @@ def run(arguments: Namespace) -> int:
     options = [f"--{option.lstrip('-')}" for option in arguments.vllm]
     line = command(served, arguments.model, arguments.host, arguments.port, options)
     # Its words to stderr, and signals of the terminal to us alone: a second one would cut its shutdown short.
-    process = subprocess.Popen(line, stdout=STDERR, start_new_session=True)
+    named = os.environ | environment(served.law)
+    process = subprocess.Popen(line, stdout=STDERR, start_new_session=True, env=named)
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         wait_until_ready(process, url)
         say(_curl(url, arguments.model))
         print(f"{url}/v1", flush=True)  # last: who waits for it finds all else said
-        return process.wait()
+        code = process.wait()  # 0 also where its engine was killed
+        raise ConfigError(f"vLLM ended by itself (exit code {code})", "its own words are above; start it again")
     except KeyboardInterrupt:
         return 0
     finally:

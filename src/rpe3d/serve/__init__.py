@@ -8,4 +8,5 @@ attention; longer ones run in `rpe3d.attention`, as they do under Hugging Face.
     rope        the rotary layer of a model that carries a law
     backend     attention under a law, between any vLLM backend and its cache; cpu and cuda say how theirs is read
     checks      what is refused, and why
+    metrics     the law among the metrics of a server
 """

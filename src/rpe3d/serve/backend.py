@@ -1,11 +1,13 @@
 """Attention under a law on top of one of vLLM's backends.
 
-A batch is split by length. Sequences that the law leaves to plain RoPE stay with vLLM's kernel. Of the others, keys are
-read from the pages and `rpe3d.attention` runs, the same function as under Hugging Face.
+A batch is split by length, on the host, from the lengths that vLLM has there. Sequences that the law leaves to plain
+RoPE stay with vLLM's kernel. Of the others, keys are read from the pages and `rpe3d.attention` runs, the same function
+as under Hugging Face. A backend may take all sequences with one new token each together (`Step`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -45,15 +47,26 @@ class Far:
 
 
 @dataclass(frozen=True)
+class Step:
+    """Sequences with one new token each, which `attend` takes in one launch; all layers of a forward share it."""
+
+    attend: Callable[..., Any]
+    tokens: slice | Tensor
+    """Where their tokens lie in the batch."""
+    pages: Tensor
+    lengths: Tensor
+
+
+@dataclass(frozen=True)
 class Batch:
     """A batch with `Far` sequences; all layers of a forward share it."""
 
     far: list[Far]
-    near: Any
+    near: Any = None
     """vLLM's metadata of the other sequences; None where there are none."""
-    near_tokens: Tensor
-    lengths: Tensor
-    pages: Tensor
+    near_tokens: slice | Tensor | None = None
+    step: Step | None = None
+    """Far sequences that are not in `far`."""
     shared: dict[int, Shared] = field(default_factory=dict)
     """Attention of the layers, for each row of the batch."""
 
@@ -68,19 +81,30 @@ def served_law(engine: Any) -> Law | None:
 class LawBuilder:
     """Goes before a metadata builder of vLLM: splits every batch, once for all layers."""
 
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        # Layers with a window are vLLM's alone. Where vLLM keeps them in one cache with the others, the layers know.
+        windowed = type(self.kv_cache_spec).__name__ == "SlidingWindowSpec"  # type: ignore[attr-defined]
+        self.law = None if windowed else served_law(self.vllm_config)  # type: ignore[attr-defined]
+
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-        common, law = common_attn_metadata, served_law(self.vllm_config)  # type: ignore[attr-defined]
+        common, law = common_attn_metadata, self.law
         build = super().build  # type: ignore[misc]
         if law is None or common.max_seq_len <= law.exact_up_to:
             return build(common_prefix_len, common, fast_build)
-        whole = build(0, common, fast_build)
-        whole.rpe3d = split(common, law.exact_up_to, lambda near: build(0, near, fast_build))
+        batch = split(common, law.exact_up_to, lambda near: build(0, near, fast_build))
+        whole = build(0, common, fast_build or (batch is not None and self.knows_windows()))
+        whole.rpe3d = batch
         return whole
+
+    def knows_windows(self) -> bool:
+        """Say whether vLLM has looked at all layers. From then on it need not plan what it will not run."""
+        return getattr(self, "aot_sliding_window", ()) is not None
 
 
 def split(common: Any, longest: float, build: Any) -> Batch | None:
     """Split off the sequences of more than `longest` tokens; None where there are none."""
-    starts, lengths = common.query_start_loc_cpu.tolist(), common.seq_lens.tolist()
+    starts, lengths = common.query_start_loc_cpu.tolist(), host_lengths(common)
     rows = [row for row in range(common.num_reqs) if starts[row] < starts[row + 1]]
     far = [
         Far(slice(starts[row], starts[row + 1]), lengths[row], common.block_table_tensor[row], row)
@@ -90,27 +114,49 @@ def split(common: Any, longest: float, build: Any) -> Batch | None:
     if not far:
         return None
     near = [row for row in rows if lengths[row] <= longest]
-    tokens = torch.tensor([t for row in near for t in range(starts[row], starts[row + 1])], dtype=torch.long)
-    tokens = tokens.to(common.slot_mapping.device)
-    made = build(_only(common, near, tokens, starts, lengths)) if near else None
-    return Batch(far, made, tokens, common.seq_lens, common.block_table_tensor)
+    if not near:
+        return Batch(far)
+    numbers = [t for row in near for t in range(starts[row], starts[row + 1])]
+    tokens = index(numbers, common.slot_mapping.device)
+    return Batch(far, build(_only(common, near, len(numbers), tokens, starts, lengths)), tokens)
 
 
-def _only(common: Any, rows: list[int], tokens: Tensor, starts: list[int], lengths: list[int]) -> Any:
-    """Return the part of a batch that holds the sequences `rows`."""
+def host_lengths(common: Any) -> list[int]:
+    """Return the tokens of every sequence without waiting for the device.
+
+    vLLM knows an upper bound, which speculative decoding alone does not reach, and that is refused under a law.
+    """
+    known = common.seq_lens_cpu_upper_bound
+    lengths: Tensor = common.seq_lens if common.seq_lens.device.type == "cpu" or known is None else known
+    found: list[int] = lengths.tolist()
+    return found
+
+
+def index(numbers: list[int], device: torch.device) -> slice | Tensor:
+    """Return rising numbers as an index: a slice where they are consecutive, which costs nothing."""
+    if numbers[-1] - numbers[0] == len(numbers) - 1:
+        return slice(numbers[0], numbers[-1] + 1)
+    host = torch.tensor(numbers, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
+
+
+def _only(
+    common: Any, rows: list[int], count: int, tokens: slice | Tensor, starts: list[int], lengths: list[int]
+) -> Any:
+    """Return the part of a batch that holds the sequences `rows`, with `count` tokens."""
     counts = [starts[row + 1] - starts[row] for row in rows]
     at = torch.tensor([0, *counts], dtype=common.query_start_loc_cpu.dtype).cumsum(0, dtype=torch.int32)
-    index = torch.tensor(rows, device=common.seq_lens.device)
+    chosen = index(rows, common.seq_lens.device)
     return replace(
         common,
-        query_start_loc=at.to(common.query_start_loc.device),
+        query_start_loc=at.to(common.query_start_loc.device, non_blocking=True),
         query_start_loc_cpu=at,
-        seq_lens=common.seq_lens[index],
+        seq_lens=common.seq_lens[chosen],
         num_reqs=len(rows),
-        num_actual_tokens=len(tokens),
+        num_actual_tokens=count,
         max_query_len=max(counts),
         max_seq_len=max(lengths[row] for row in rows),
-        block_table_tensor=common.block_table_tensor[index],
+        block_table_tensor=common.block_table_tensor[chosen],
         slot_mapping=common.slot_mapping[tokens],
         positions=None,
         is_prefilling=None,
@@ -161,7 +207,7 @@ class LawImpl:
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
         """Write every row of `output` [tokens, h, d], as an attention forward of vLLM."""
-        batch: Batch | None = getattr(attn_metadata, "rpe3d", None)
+        batch: Batch | None = None if self.law is None else getattr(attn_metadata, "rpe3d", None)
         stock = super().forward  # type: ignore[misc]
         if batch is None:
             plain: Tensor = stock(

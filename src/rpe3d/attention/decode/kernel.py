@@ -120,9 +120,9 @@ def _decode_kernel(
         q + b * q_b, k + b * k_b + group.to(tl.int64) * k_h, v + b * v_b + group.to(tl.int64) * v_h, None,
         out + b * out_b, lse, parts, logs, arrivals, sinks, table, key_mask, key_mask_s,
         p, lowest, highest, tl.maximum(offset, 0), offset + keys, offset, group, m, head, t, live,
-        splits, scale, softcap, q_h, q_t, 0, k_s, 0, v_s, out_h, out_t,
-        QUERIES, GROUP, DIM, WIDTH, PAIRS, INTERLEAVED, BANDS, TURNING, FADES, CHUNK, 1, SPLIT, LEAST_TILES, ROWS,
-        BLOCK_M, BLOCK_N, WIDEN,
+        splits, LEAST_TILES, scale, softcap, q_h, q_t, 0, k_s, 0, v_s, out_h, out_t,
+        QUERIES, GROUP, DIM, WIDTH, PAIRS, INTERLEAVED, BANDS, TURNING, FADES, CHUNK, 1, SPLIT, ROWS, BLOCK_M, BLOCK_N,
+        WIDEN,
     )  # fmt: skip
 
 
@@ -181,7 +181,7 @@ class Step:
         Not for a launch that is captured in a CUDA graph, which may outlive this step.
         """
         if self.layer is None:
-            self.layer = self._bind(*self.made.results(own=True))
+            self.layer = self._bind(*self.made.kept_results())
         out = torch.empty_like(q)
         self.layer(q, k, v, out, None if sinks is None else sinks.contiguous())
         return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from rpe3d.attention.decode.arrivals import zeros
 from rpe3d.attention.decode.loop import LEAST_KEYS, LOG2_E, _cdiv, _power, _processors, scratch, split, tile
 from rpe3d.attention.lowering import plan
 from rpe3d.geometry import Law
+
+Results = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
 class Launch:
@@ -49,19 +52,31 @@ class Launch:
             "BLOCK_N": block_n,
         }
 
-    def results(self, *, own: bool = False) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """Return room for the log-sum-exp, and for what the splits leave each other: parts, logs and arrivals.
-
-        own: with counters that nobody else has, at the cost of a launch, for whoever keeps the room.
-        """
+    def results(self) -> Results:
+        """Return room for the log-sum-exp, and for what the splits leave each other: parts, logs and arrivals."""
         lse = torch.empty(self.shape, dtype=torch.float32, device=self.device)
         if not self.slots:
             return lse, None, None, None
-        rows = lse.numel()
-        shares = rows * self.slots * self.dim
-        parts = torch.empty(shares + rows * self.columns, dtype=torch.float32, device=self.device)
-        counters = torch.zeros(self.counters, dtype=torch.int32, device=self.device) if own else None
-        return lse, parts, parts[shares:], zeros(self.counters, self.device) if counters is None else counters
+        parts = torch.empty(self.room() - lse.numel(), dtype=torch.float32, device=self.device)
+        return lse, parts, parts[lse.numel() * self.slots * self.dim :], zeros(self.counters, self.device)
+
+    def kept_results(self) -> Results:
+        """Return `results` for whoever keeps them: with counters that nobody else has, at the cost of a launch."""
+        room = torch.empty(self.room(), dtype=torch.float32, device=self.device)
+        return self.results_in(room, torch.zeros(self.counters, dtype=torch.int32, device=self.device))
+
+    def room(self) -> int:
+        """Return how many floats `results` takes."""
+        return math.prod(self.shape) * (1 + self.slots * self.dim + self.columns)
+
+    def results_in(self, room: Tensor, arrivals: Tensor) -> Results:
+        """Return `results` in memory that is kept: floats, and zeros that launches leave zero."""
+        rows = math.prod(self.shape)
+        end = self.room()
+        lse = room[end - rows : end].view(self.shape)  # last: the parts are read in vectors, which must be aligned
+        if not self.slots:
+            return lse, None, None, None
+        return lse, room, room[rows * self.slots * self.dim :], arrivals[: self.counters]
 
 
 def scales(scale: float, softcap: float | None) -> tuple[float, float | None]:

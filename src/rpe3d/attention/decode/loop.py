@@ -4,7 +4,8 @@
 The queries of all heads that share a key head are the rows of one tile, so that every key and value is read once. For
 one query row a region of a law is an interval of positions. The tiles of all regions, one after the other, are dealt
 out evenly to the splits, which compute partial attentions; the last of a tile's splits to finish merges them. Which
-keys there are to deal out follows from the positions, on the device: the grid depends on the size of the cache alone.
+keys there are to deal out, and to how many splits, follows from the positions, on the device: the grid depends on the
+size of the cache alone.
 
 Memory bound: at head dimension 128 in bf16 a key and its value are 512 bytes.
 """
@@ -258,20 +259,20 @@ def _merge(
 @no_type_check
 def _attend(
     q, k, v, pages, out, lse, parts, logs, arrivals, sinks, table, key_mask, key_mask_s,
-    p, lowest, highest, start, stop, offset, group, m, head, t, live, splits, scale, softcap,
+    p, lowest, highest, start, stop, offset, group, m, head, t, live, splits, least_tiles, scale, softcap,
     q_h, q_t, k_p, k_s, v_p, v_s, out_h, out_t,
     QUERIES: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr,
     INTERLEAVED: tl.constexpr, BANDS: tl.constexpr, TURNING: tl.constexpr, FADES: tl.constexpr, CHUNK: tl.constexpr,
-    PAGE: tl.constexpr, SPLIT: tl.constexpr, LEAST_TILES: tl.constexpr, ROWS: tl.constexpr,
+    PAGE: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Compute BLOCK_M rows (queries x heads of a group) at positions p against one split of the keys at start .. stop.
 
     The key at position x has index x - offset; with `pages` it lies in slot x mod PAGE of page pages[x div PAGE].
-    With SPLIT, a split leaves its share in parts [b, h, t, splits, d] and logs [b, h, t, splits], in base 2 (one
-    without keys leaves nothing), counts itself in `arrivals`, one zero per tile of rows, and
-    merges if it is the last, which leaves the zero as it was. Where a region fades, parts have one slot more and logs
-    three: see `_end_of_faded`.
+    With SPLIT, a split of at least `least_tiles` leaves its share in parts [b, h, t, splits, d] and logs
+    [b, h, t, splits], in base 2, counts itself in `arrivals`, one zero per tile of rows, and merges if it is the last,
+    which leaves the zero as it was; a split without keys does nothing. Where a region fades, parts have one slot more
+    and logs three: see `_end_of_faded`.
     """
     split = tl.program_id(0)
     BLOCKS: tl.constexpr = (QUERIES * GROUP + BLOCK_M - 1) // BLOCK_M
@@ -283,7 +284,7 @@ def _attend(
     for r in tl.static_range(len(BANDS)):
         _, _, _, count = _tiles(BANDS, r, lowest, highest, start, stop, CHUNK, BLOCK_N)
         tiles += count
-    share = tl.maximum(tl.cdiv(tiles, splits), LEAST_TILES)
+    share = tl.maximum(tl.cdiv(tiles, splits), least_tiles)
     begin = split * share
     end = tl.minimum(begin + share, tiles)
 
@@ -370,19 +371,21 @@ def _attend(
             )  # fmt: skip
 
     if SPLIT:
-        _leave(
-            parts, logs, at, slot, splits + FADES, splits + 3 * FADES, _if(begin < tiles, live), largest, total, acc,
-            DIM, WIDTH,
-        )  # fmt: skip
-        tl.debug_barrier()  # all of this program's shares are on their way before it counts itself
-        arrivals += tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
-        if tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == splits - 1:
-            tl.store(arrivals, 0)
-            first_row = (tl.program_id(1) % BLOCKS) * BLOCK_M
-            _merge(
-                parts, logs, splits, tl.cdiv(tiles, share), tl.cdiv(faded, share), out, lse, out_h, out_t,
-                sinks, b * heads, group * GROUP, first_row, FADES, QUERIES, GROUP, ROWS, DIM, WIDTH,
+        sharing = tl.maximum(tl.cdiv(tiles, share), 1)  # without any keys, the first writes the zeros
+        if split < sharing:
+            _leave(
+                parts, logs, at, slot, splits + FADES, splits + 3 * FADES, _if(begin < tiles, live), largest, total,
+                acc, DIM, WIDTH,
             )  # fmt: skip
+            tl.debug_barrier()  # all of this program's shares are on their way before it counts itself
+            arrivals += tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
+            if tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == sharing - 1:
+                tl.store(arrivals, 0)
+                first_row = (tl.program_id(1) % BLOCKS) * BLOCK_M
+                _merge(
+                    parts, logs, splits, tl.cdiv(tiles, share), tl.cdiv(faded, share), out, lse, out_h, out_t,
+                    sinks, b * heads, group * GROUP, first_row, FADES, QUERIES, GROUP, ROWS, DIM, WIDTH,
+                )  # fmt: skip
     else:
         out += head.to(tl.int64) * out_h + t * out_t
         _finish(out, lse + at, sinks, head, live, largest, total, acc, DIM, WIDTH)

