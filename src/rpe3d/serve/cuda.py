@@ -8,7 +8,7 @@ chunks) decode one sequence after the other, outside of graphs.
 
 What has run where: an earlier form of this module, whose decoding was not captured, gave transformers' answers on an
 H200 in seven of eight engines (V1 and V2 runners, eager and piecewise graphs, fp16 and bf16); the eighth, in a process
-of its own, did not start, for a reason since removed. Full graphs have been tested in parts, on a CPU, and not yet on a
+of its own, did not start (docs/log.md). Full graphs have been tested in parts, on a CPU, and not yet on a
 GPU: `make test-serve-gpu`.
 """
 
