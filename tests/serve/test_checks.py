@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from rpe3d import ConfigError, make_law
-from rpe3d.serve.checks import check_engine, check_model, version_refusal
+from rpe3d.serve.checks import check_engine, check_model
+from rpe3d.serve.versions import version_refusal
 
 
 def law(name="3d-rpe"):
@@ -25,17 +26,29 @@ def vllm(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.32.0"))
 
 
-def settings(length=512, cache="auto", speculative=None, parallel=1):
+def settings(length=512, cache="auto", speculative=None, parallel=1, model_type="llama"):
     return SimpleNamespace(
-        model_config=SimpleNamespace(max_model_len=length),
+        model_config=SimpleNamespace(
+            max_model_len=length,
+            hf_config=SimpleNamespace(model_type=model_type),
+            hf_text_config=SimpleNamespace(model_type="llama"),
+        ),
         cache_config=SimpleNamespace(cache_dtype=cache),
         speculative_config=speculative,
         parallel_config=SimpleNamespace(decode_context_parallel_size=parallel, prefill_context_parallel_size=1),
     )
 
 
+def by_layer_type(model_type="gemma3_text"):
+    """A law for full attention, and stock rope parameters for sliding layers."""
+    made = config(model_type=model_type, sliding_window=32)
+    made.rope_parameters = {"full_attention": made.rope_parameters, "sliding_attention": {"rope_type": "default"}}
+    return made
+
+
 def test_what_is_tested_is_accepted(vllm):
     assert check_model(config()) == law()
+    assert check_model(by_layer_type()) == law()
     check_engine(settings(), law())
     check_engine(settings(length=100, cache="bfloat16"), law())
 
@@ -52,6 +65,10 @@ def test_versions(version, fine):
     [
         (config(model_type="gemma2"), "type 'gemma2'"),
         (config(sliding_window=32), "sees 32 tokens back"),
+        (config(model_type="phi3", sliding_window=32), "sees 32 tokens back"),
+        (config(model_type="gemma3_text"), "type 'gemma3_text'"),
+        (config(model_type="gemma3_text", use_bidirectional_attention=True), "type 'gemma3_text'"),
+        (by_layer_type("llama"), "type 'llama'"),
         (config(law("dynamic")), "dynamic changes its frequencies"),
         (SimpleNamespace(model_type="llama", rope_parameters={"rope_type": "default"}), "carries no law"),
     ],
@@ -66,6 +83,7 @@ def test_models_that_are_refused(given, why):
     [
         (settings(length=513), "max_model_len is 513, beyond the law's context 512"),
         (settings(cache="fp8_e4m3"), "holds keys as fp8_e4m3"),
+        (settings(model_type="llava"), "type 'llava' are not served"),
         (settings(speculative=object()), "speculative decoding"),
         (settings(parallel=2), "context parallelism"),
     ],

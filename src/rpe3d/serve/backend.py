@@ -131,18 +131,17 @@ class LawImpl:
         from vllm.config import get_current_vllm_config
 
         super().__init__(*arguments, **named)
-        self.law = law = served_law(get_current_vllm_config())
+        # A layer with a window is vLLM's alone, as it is transformers' under Hugging Face: the law is for the others.
+        windowed = getattr(self, "sliding_window", None) not in (None, -1, (-1, -1))
+        self.law = law = None if windowed else served_law(get_current_vllm_config())
         if law is not None and law.json not in MADE:
             raise ConfigError(
                 f"attention would keep {law.name}, but the model's rotary layer was not made by rpe3d",
                 "this family is not supported",
             )
-        extras = ("sliding_window", "alibi_slopes", "sinks", "logits_soft_cap")
-        values = [getattr(self, name, None) for name in extras]
-        if law is not None and any(x not in (None, -1, 0, (-1, -1)) for x in values):
-            raise ConfigError(
-                "a layer has a window, sinks, a softcap or a bias of its own", "it is not served under a law"
-            )
+        extras = [getattr(self, name, None) for name in ("alibi_slopes", "sinks", "logits_soft_cap")]
+        if law is not None and any(isinstance(x, Tensor) or x for x in extras):
+            raise ConfigError("a layer has sinks, a softcap or a bias of its own", "it is not served under a law")
 
     def keys_and_values(self, layer: Any, kv_cache: Tensor, pages: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys and values in these pages, in order: [g, tokens, d] each, contiguous in d."""
@@ -161,7 +160,7 @@ class LawImpl:
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
         """Write every row of `output` [tokens, h, d], as an attention forward of vLLM."""
-        batch: Batch | None = getattr(attn_metadata, "rpe3d", None)
+        batch: Batch | None = None if self.law is None else getattr(attn_metadata, "rpe3d", None)
         stock = super().forward  # type: ignore[misc]
         if batch is None:
             plain: Tensor = stock(

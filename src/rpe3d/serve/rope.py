@@ -44,7 +44,7 @@ def install() -> None:
         MADE.add(law.json)
         length = max(max_position, law.context)
         if as_vllm_turns(law):
-            return stock(head_size, length, is_neox_style, rope_parameters["stock"], *rest, **named)
+            return stock(head_size, length, is_neox_style, own_parameters(rope_parameters), *rest, **named)
         return LawRotary(law, length)
 
     rotary_embedding.get_rope = get_rope
@@ -69,6 +69,12 @@ def _checked(head_size: int, is_neox_style: bool) -> Law:
                 "leave --attention-backend out, or give FLASH_ATTN on a GPU",
             )
     return law
+
+
+def own_parameters(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Return the rope parameters that a layer had before it was given a law: one dict, or one per type of layer."""
+    stock: dict[str, Any] = parameters["stock"]
+    return stock if "rope_type" in stock or "rope_theta" in stock else stock["full_attention"]
 
 
 def as_vllm_turns(law: Law) -> bool:
