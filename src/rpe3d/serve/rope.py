@@ -6,6 +6,7 @@ from functools import wraps
 from typing import Any
 
 import torch
+import vllm
 from torch import Tensor
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers import rotary_embedding
@@ -16,7 +17,9 @@ from rpe3d.geometry import Law
 from rpe3d.geometry.region import STOCK
 from rpe3d.models.registry import DYNAMIC, NAME
 from rpe3d.rotation import cos_sin
+from rpe3d.serve import adapters
 from rpe3d.serve.checks import check_engine, check_model
+from rpe3d.serve.versions import version_refusal
 
 MADE: set[str] = set()
 """Laws that have a rotary layer in this process: without one, a backend must not run."""
@@ -37,6 +40,8 @@ def install() -> None:
         *rest: Any,
         **named: Any,
     ) -> Any:
+        if version_refusal(vllm.__version__) is None:
+            adapters.install()  # here, since only the processes that build models have loaded what it wraps
         if (rope_parameters or {}).get("rope_type") not in (NAME, DYNAMIC):
             return stock(head_size, max_position, is_neox_style, rope_parameters, *rest, **named)
         assert rope_parameters is not None
