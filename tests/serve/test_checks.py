@@ -33,6 +33,7 @@ def settings(length=512, cache="auto", speculative=None, parallel=1, model_type=
             hf_config=SimpleNamespace(model_type=model_type),
             hf_text_config=SimpleNamespace(model_type="llama"),
         ),
+        device_config=SimpleNamespace(device_type="cpu"),
         cache_config=SimpleNamespace(cache_dtype=cache),
         speculative_config=speculative,
         parallel_config=SimpleNamespace(decode_context_parallel_size=parallel, prefill_context_parallel_size=1),
@@ -54,10 +55,21 @@ def test_what_is_tested_is_accepted(vllm):
 
 
 @pytest.mark.parametrize(
-    ("version", "fine"), [("0.32.0", True), ("0.32.1+cpu", True), ("0.3.2", False), ("0.33", False)]
+    ("version", "fine", "on_gpu"),
+    [
+        ("0.32.0", True, True),
+        ("0.32.1+cpu", True, True),
+        ("0.28.0", True, False),
+        ("0.31.1", True, False),
+        ("0.27.1", False, False),
+        ("0.3.2", False, False),
+        ("0.33", False, False),
+    ],
 )
-def test_versions(version, fine):
+def test_versions(version, fine, on_gpu):
+    """What has run there: every build for CPUs since 0.28, and one on a GPU."""
     assert (version_refusal(version) is None) == fine
+    assert (version_refusal(version, "cuda") is None) == on_gpu
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from rpe3d.config import ConfigError
 from rpe3d.geometry import Law
 from rpe3d.serve.checks import config_law
 from rpe3d.serve.rope import MADE
+from rpe3d.serve.versions import forgotten
 
 
 class LawBackend:
@@ -112,12 +113,7 @@ def _only(common: Any, rows: list[int], tokens: Tensor, starts: list[int], lengt
         max_seq_len=max(lengths[row] for row in rows),
         block_table_tensor=common.block_table_tensor[index],
         slot_mapping=common.slot_mapping[tokens],
-        positions=None,
-        is_prefilling=None,
-        seq_lens_cpu_upper_bound=None,
-        req_idx=None,
-        _num_computed_tokens_cache=None,
-        _token_to_req_indices_cache=None,
+        **forgotten(common),
     )
 
 

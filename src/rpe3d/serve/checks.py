@@ -7,7 +7,7 @@ from typing import Any
 from rpe3d.config import ConfigError
 from rpe3d.geometry import Law
 from rpe3d.models.carried import carried, parameters_of
-from rpe3d.serve.versions import VERSIONS, version_refusal
+from rpe3d.serve.versions import ON_GPU, version_refusal
 
 FAMILIES = ("gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3")
 """Model types whose answers are those of transformers, by test."""
@@ -61,8 +61,8 @@ def check_engine(engine: Any, law: Law) -> None:
     """Refuse what a vLLM configuration asks for that a law does not have."""
     import vllm
 
-    if refusal := version_refusal(vllm.__version__):
-        raise ConfigError(refusal, f"pip install 'vllm=={VERSIONS[-1]}.*'")
+    if refusal := version_refusal(vllm.__version__, engine.device_config.device_type):
+        raise ConfigError(refusal, f"pip install 'vllm=={ON_GPU[-1]}.*'")
     if (whole := engine.model_config.hf_config.model_type) != engine.model_config.hf_text_config.model_type:
         raise family_refusal(whole)
     if engine.model_config.max_model_len > law.context:
@@ -72,7 +72,10 @@ def check_engine(engine: Any, law: Law) -> None:
         )
     cache = str(engine.cache_config.cache_dtype)
     if cache not in ("auto", "float16", "bfloat16", "float32"):
-        raise ConfigError(f"the cache holds keys as {cache}, and a law must turn them", "leave --kv-cache-dtype out")
+        raise ConfigError(
+            f"the cache holds keys as {cache}, and laws are tested with keys of 16 bits or more alone",
+            "leave --kv-cache-dtype out, or give bfloat16 if the checkpoint asks for fp8",
+        )
     if engine.speculative_config is not None:
         raise ConfigError("speculative decoding is not tested under a law", "leave it out")
     parallel = engine.parallel_config

