@@ -128,6 +128,20 @@ def test_a_longchat_is_served_with_the_positions_that_it_was_trained_with(starte
     assert "note: its positions are divided by 8" in capsys.readouterr().err
 
 
+def test_a_law_is_text_or_a_file_as_for_extend(folder, started, tmp_path):
+    """A file brings its own context, as in `rpe3d.extend`; --context and --chunk beat it."""
+    made = rpe3d.law_of(rpe3d.extend(tiny_lm.model(), "dca:chunk=96,window=128", context=1024))
+    path = tmp_path / "law.json"
+    path.write_text(json.dumps(made.to_dict()))
+    assert main(["serve", str(folder), "--law", "dca:chunk=96,window=128", "--context", "1k", "--port", "0"]) == 0
+    assert main(["serve", str(folder), "--law", str(path), "--port", "0"]) == 0
+    assert main(["serve", str(folder), "--law", str(path), "--context", "2k", "--chunk", "64", "--port", "0"]) == 0
+    laws = [json.loads(option(process.line, "--hf-overrides"))["rope_parameters"]["law"] for process in started]
+    assert laws[0] == laws[1] == made.to_dict()
+    assert (laws[2]["chunk"], laws[2]["window"], laws[2]["context"]) == (64, 128, 2048)
+    assert [option(process.line, "--max-model-len") for process in started] == ["1024", "1024", "2048"]
+
+
 def test_an_extended_checkpoint_needs_no_flags(extended, started):
     assert main(["serve", str(extended), "--port", "0"]) == 0
     assert "--hf-overrides" not in started[0].line

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 
 import rpe3d
@@ -23,11 +25,11 @@ SIZE = {
 }
 
 
-def model(family="llama", law=None, **parameters):
-    """A tiny random model of a family, float32, under a law if one is given."""
+def model(family="llama", law=None, config=None, **parameters):
+    """A tiny random model of a family, float32, with more in its config and under a law if they are given."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    given = SIZE | ({"sliding_window": None} if family == "mistral" else {})
+    given = SIZE | ({"sliding_window": None} if family == "mistral" else {}) | copy.deepcopy(config or {})
     torch.manual_seed(0)
     made = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **given)).eval()
     return made if law is None else rpe3d.extend(made, law, context=CONTEXT, **parameters)
@@ -48,12 +50,12 @@ def prompts(*lengths, seed=1):
     return [torch.randint(3, 97, (n,), generator=generator).tolist() for n in lengths]
 
 
-def answers(llm, texts, new=8):
+def answers(llm, texts, new=8, **options):
     """Greedy, with log-probabilities."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0, max_tokens=new, logprobs=3, detokenize=False, ignore_eos=True)
-    return llm.generate([{"prompt_token_ids": text} for text in texts], sampling, use_tqdm=False)
+    return llm.generate([{"prompt_token_ids": text} for text in texts], sampling, use_tqdm=False, **options)
 
 
 def assert_as_transformers(stock, texts, outputs, atol=1e-4):

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from rpe3d import ConfigError, make_law
-from rpe3d.serve.checks import check_engine, check_model, version_refusal
+from rpe3d.serve.checks import check_engine, check_model
+from rpe3d.serve.versions import version_refusal
 
 
 def law(name="3d-rpe"):
@@ -25,26 +26,50 @@ def vllm(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.32.0"))
 
 
-def settings(length=512, cache="auto", speculative=None, parallel=1):
+def settings(length=512, cache="auto", speculative=None, parallel=1, model_type="llama"):
     return SimpleNamespace(
-        model_config=SimpleNamespace(max_model_len=length),
+        model_config=SimpleNamespace(
+            max_model_len=length,
+            hf_config=SimpleNamespace(model_type=model_type),
+            hf_text_config=SimpleNamespace(model_type="llama"),
+        ),
+        device_config=SimpleNamespace(device_type="cpu"),
         cache_config=SimpleNamespace(cache_dtype=cache),
         speculative_config=speculative,
         parallel_config=SimpleNamespace(decode_context_parallel_size=parallel, prefill_context_parallel_size=1),
     )
 
 
+def by_layer_type(model_type="gemma3_text"):
+    """A law for full attention, and stock rope parameters for sliding layers."""
+    made = config(model_type=model_type, sliding_window=32)
+    made.rope_parameters = {"full_attention": made.rope_parameters, "sliding_attention": {"rope_type": "default"}}
+    return made
+
+
 def test_what_is_tested_is_accepted(vllm):
     assert check_model(config()) == law()
+    assert check_model(by_layer_type()) == law()
     check_engine(settings(), law())
     check_engine(settings(length=100, cache="bfloat16"), law())
 
 
 @pytest.mark.parametrize(
-    ("version", "fine"), [("0.32.0", True), ("0.32.1+cpu", True), ("0.3.2", False), ("0.33", False)]
+    ("version", "fine", "on_gpu"),
+    [
+        ("0.32.0", True, True),
+        ("0.32.1+cpu", True, True),
+        ("0.28.0", True, False),
+        ("0.31.1", True, False),
+        ("0.27.1", False, False),
+        ("0.3.2", False, False),
+        ("0.33", False, False),
+    ],
 )
-def test_versions(version, fine):
+def test_versions(version, fine, on_gpu):
+    """What has run there: every build for CPUs since 0.28, and one on a GPU."""
     assert (version_refusal(version) is None) == fine
+    assert (version_refusal(version, "cuda") is None) == on_gpu
 
 
 @pytest.mark.parametrize(
@@ -52,6 +77,10 @@ def test_versions(version, fine):
     [
         (config(model_type="gemma2"), "type 'gemma2'"),
         (config(sliding_window=32), "sees 32 tokens back"),
+        (config(model_type="phi3", sliding_window=32), "sees 32 tokens back"),
+        (config(model_type="gemma3_text"), "type 'gemma3_text'"),
+        (config(model_type="gemma3_text", use_bidirectional_attention=True), "type 'gemma3_text'"),
+        (by_layer_type("llama"), "type 'llama'"),
         (config(law("dynamic")), "dynamic changes its frequencies"),
         (SimpleNamespace(model_type="llama", rope_parameters={"rope_type": "default"}), "carries no law"),
     ],
@@ -66,6 +95,7 @@ def test_models_that_are_refused(given, why):
     [
         (settings(length=513), "max_model_len is 513, beyond the law's context 512"),
         (settings(cache="fp8_e4m3"), "holds keys as fp8_e4m3"),
+        (settings(model_type="llava"), "type 'llava' are not served"),
         (settings(speculative=object()), "speculative decoding"),
         (settings(parallel=2), "context parallelism"),
     ],

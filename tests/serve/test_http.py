@@ -23,6 +23,8 @@ pytest.importorskip("vllm", reason="vLLM is not installed; `make test-serve` has
 
 from engines import CONTEXT, model, prompts
 
+import rpe3d
+
 sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "benchmarks")]
 import tiny_lm
 from soak import Client, Soak
@@ -101,10 +103,13 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def server(folder, tmp_path_factory):
+def server(folder, stock, tmp_path_factory):
+    """The law comes from a file, which says its context as well."""
     log = tmp_path_factory.mktemp("log") / "stderr"
+    law = log.with_name("law.json")
+    law.write_text(json.dumps(rpe3d.law_of(stock).to_dict()))
     options = [f"--vllm={option}" for option in ("dtype=float32", "enforce-eager", "max-num-seqs=64")]
-    made = Server(folder, log, "--context", str(CONTEXT), *options)
+    made = Server(folder, log, "--law", str(law), *options)
     assert "curl http://127.0.0.1" in log.read_text()
     yield made
     assert made.close() == 0

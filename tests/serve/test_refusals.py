@@ -43,7 +43,7 @@ def test_a_cache_that_rounds_keys(folder):
 
 def test_another_version_of_vllm(folder, monkeypatch):
     monkeypatch.setattr("vllm.__version__", "0.33.1")
-    assert "vLLM is 0.33.1, and laws are tested with 0.32 alone" in refused(folder)
+    assert "vLLM is 0.33.1, and laws are tested on a CPU with 0.28, " in refused(folder)
 
 
 def test_a_law_whose_attention_is_not_there(folder, monkeypatch):

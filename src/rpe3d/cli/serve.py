@@ -39,7 +39,8 @@ def run(arguments: Namespace) -> int:
     check_installed()
     given = None if arguments.law is None else law_given(arguments.law, arguments)
     parameters = dict(given.parameters) if given else law_parameters(arguments)
-    served = prepare(arguments.model, given.name if given else None, arguments.context, parameters)
+    context = arguments.context or (given.context if given else None)
+    served = prepare(arguments.model, given.name if given else None, context, parameters)
     if given is not None:
         given.check(served.law.pretrained)
     check_port(arguments.host, arguments.port)

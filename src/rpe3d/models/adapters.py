@@ -55,8 +55,12 @@ def adapter_law(folder: str | Path) -> Law:
 
 def check_adapter(base: Any, folder: str | Path) -> None:
     """Refuse a base whose law is not the adapter's."""
+    check_law(law_of(base), folder)
+
+
+def check_law(found: Law | None, folder: str | Path) -> None:
+    """Refuse the law of a base, or a base without one, that is not what an adapter was trained under."""
     needed = adapter_law(folder)
-    found = law_of(base)
     if found is None:
         raise ConfigError(
             f"the adapter was trained under {needed.name}, and this base is under no law",

@@ -19,6 +19,7 @@ from rpe3d.config import ConfigError
 from rpe3d.geometry import Law
 from rpe3d.serve.checks import config_law
 from rpe3d.serve.rope import MADE
+from rpe3d.serve.versions import forgotten
 
 
 class LawBackend:
@@ -158,12 +159,7 @@ def _only(
         max_seq_len=max(lengths[row] for row in rows),
         block_table_tensor=common.block_table_tensor[chosen],
         slot_mapping=common.slot_mapping[tokens],
-        positions=None,
-        is_prefilling=None,
-        seq_lens_cpu_upper_bound=None,
-        req_idx=None,
-        _num_computed_tokens_cache=None,
-        _token_to_req_indices_cache=None,
+        **forgotten(common),
     )
 
 
@@ -177,18 +173,17 @@ class LawImpl:
         from vllm.config import get_current_vllm_config
 
         super().__init__(*arguments, **named)
-        self.law = law = served_law(get_current_vllm_config())
+        # A layer with a window is vLLM's alone, as it is transformers' under Hugging Face: the law is for the others.
+        windowed = getattr(self, "sliding_window", None) not in (None, -1, (-1, -1))
+        self.law = law = None if windowed else served_law(get_current_vllm_config())
         if law is not None and law.json not in MADE:
             raise ConfigError(
                 f"attention would keep {law.name}, but the model's rotary layer was not made by rpe3d",
                 "this family is not supported",
             )
-        extras = ("sliding_window", "alibi_slopes", "sinks", "logits_soft_cap")
-        values = [getattr(self, name, None) for name in extras]
-        if law is not None and any(x not in (None, -1, 0, (-1, -1)) for x in values):
-            raise ConfigError(
-                "a layer has a window, sinks, a softcap or a bias of its own", "it is not served under a law"
-            )
+        extras = [getattr(self, name, None) for name in ("alibi_slopes", "sinks", "logits_soft_cap")]
+        if law is not None and any(isinstance(x, Tensor) or x for x in extras):
+            raise ConfigError("a layer has sinks, a softcap or a bias of its own", "it is not served under a law")
 
     def keys_and_values(self, layer: Any, kv_cache: Tensor, pages: Tensor) -> tuple[Tensor, Tensor]:
         """Return the keys and values in these pages, in order: [g, tokens, d] each, contiguous in d."""

@@ -6,20 +6,23 @@ from typing import Any
 
 from rpe3d.config import ConfigError
 from rpe3d.geometry import Law
-from rpe3d.models.carried import carried
+from rpe3d.models.carried import carried, parameters_of
+from rpe3d.serve.versions import ON_GPU, version_refusal
 
-VERSIONS = ("0.32",)
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3")
 """Model types whose answers are those of transformers, by test."""
+BY_LAYER_TYPE = ("gemma3_text",)
+"""Families with rope parameters for each type of layer: the law is for full attention, sliding layers stay stock."""
 UNLIKE_LLAMA = {"unrotated_layers", "head_pieces", "unturned_pairs", "positions_noted"}
 """What a config says of layers and heads that vLLM's backend would rotate as Llama's."""
 
 
-def version_refusal(version: str) -> str | None:
-    """Return why a version of vLLM is refused; None for one that is supported."""
-    if ".".join(version.split(".")[:2]) in VERSIONS:
-        return None
-    return f"vLLM is {version}, and laws are tested with {', '.join(VERSIONS)} alone"
+def family_refusal(model_type: str) -> ConfigError:
+    """Return the error for a family that is not tested."""
+    return ConfigError(
+        f"models of type {model_type!r} are not served under a law",
+        f"tested are {', '.join(FAMILIES)}; others run in transformers",
+    )
 
 
 def config_law(config: Any) -> Law | None:
@@ -33,13 +36,15 @@ def check_model(config: Any) -> Law:
     law = config_law(config)
     if law is None:
         raise ConfigError("this model carries no law", "`rpe3d serve MODEL --context N` gives it one")
-    parameters = getattr(config, "rope_parameters", {})
-    if config.model_type not in FAMILIES or "rope_type" not in parameters or parameters.keys() & UNLIKE_LLAMA:
-        raise ConfigError(
-            f"models of type {config.model_type!r} are not served under a law",
-            f"tested are {', '.join(FAMILIES)}; others run in transformers",
-        )
-    if getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+    nested = "rope_type" not in config.rope_parameters
+    if (
+        config.model_type not in FAMILIES
+        or nested != (config.model_type in BY_LAYER_TYPE)
+        or (parameters_of(config) or {}).keys() & UNLIKE_LLAMA
+        or getattr(config, "use_bidirectional_attention", False)
+    ):
+        raise family_refusal(config.model_type)
+    if not nested and getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
         raise ConfigError(
             f"this model sees {config.sliding_window} tokens back in some layers, and is not served under a law",
             "set sliding_window to null in its config.json to let it see the whole text",
@@ -56,8 +61,10 @@ def check_engine(engine: Any, law: Law) -> None:
     """Refuse what a vLLM configuration asks for that a law does not have."""
     import vllm
 
-    if refusal := version_refusal(vllm.__version__):
-        raise ConfigError(refusal, f"pip install 'vllm=={VERSIONS[-1]}.*'")
+    if refusal := version_refusal(vllm.__version__, engine.device_config.device_type):
+        raise ConfigError(refusal, f"pip install 'vllm=={ON_GPU[-1]}.*'")
+    if (whole := engine.model_config.hf_config.model_type) != engine.model_config.hf_text_config.model_type:
+        raise family_refusal(whole)
     if engine.model_config.max_model_len > law.context:
         raise ConfigError(
             f"max_model_len is {engine.model_config.max_model_len}, beyond the law's context {law.context}",
@@ -65,7 +72,10 @@ def check_engine(engine: Any, law: Law) -> None:
         )
     cache = str(engine.cache_config.cache_dtype)
     if cache not in ("auto", "float16", "bfloat16", "float32"):
-        raise ConfigError(f"the cache holds keys as {cache}, and a law must turn them", "leave --kv-cache-dtype out")
+        raise ConfigError(
+            f"the cache holds keys as {cache}, and laws are tested with keys of 16 bits or more alone",
+            "leave --kv-cache-dtype out, or give bfloat16 if the checkpoint asks for fp8",
+        )
     if engine.speculative_config is not None:
         raise ConfigError("speculative decoding is not tested under a law", "leave it out")
     parallel = engine.parallel_config

@@ -17,6 +17,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from rpe3d.config import ConfigError
 from rpe3d.serve.backend import LawBackend, LawBuilder, LawImpl, served_law
+from rpe3d.serve.versions import instructions
 
 Reader = Callable[[Tensor], Tensor]
 """From a part of the cache [g, pages, page · d] to [g, pages, page, d]."""
@@ -38,7 +39,7 @@ class Impl(LawImpl, CPUAttentionBackendImpl):  # type: ignore[misc]
         blocks, heads, page, _ = kv_cache.shape
         held = kv_cache.view(blocks, heads, 2, page * self.head_size).transpose(0, 1)
         found = []
-        for part, read in enumerate(readers(kv_cache.dtype, page, self.head_size, layer.isa)):
+        for part, read in enumerate(readers(kv_cache.dtype, page, self.head_size, instructions(self, layer))):
             found.append(read(held[:, pages, part]).flatten(1, 2))
         return found[0], found[1]
 

