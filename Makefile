@@ -70,7 +70,7 @@ test-serve: $(SERVE)/.ready
 
 # vLLM's CUDA build is the user's own: PYTHON is where it is installed, with this package and pytest. Some four minutes.
 test-serve-gpu:
-	$(PYTHON) -m pytest -W ignore -o addopts=-ra tests/gpu/test_serve.py
+	$(PYTHON) -m pytest -W ignore -o addopts=-ra tests/gpu/test_engines.py
 
 # mkdocs counts warnings, and so dead links, only where it prints them: not with --quiet.
 check: $(READY)

@@ -30,11 +30,11 @@ from typing import Any
 import torch
 
 from finetune_results import Losses, Results, draw, draw_losses, show
-from limit import OUT_OF_TIME, Clock, TimeUpError
+from limit import Clock, TimeUpError, command
 from rpe3d import evaluate, extend
 from rpe3d.cli.arguments import need, size, sizes
 from rpe3d.cli.terminal import progress_bar
-from rpe3d.config import ConfigError, choice, whole
+from rpe3d.config import choice, whole
 from rpe3d.drawing.palette import BLUE, BROWN, DOTTED, GREEN, ORANGE, PINK, PURPLE, SKY, Colour, Style
 from rpe3d.evaluate.ranks import ranks
 from rpe3d.evaluate.row import measure_row
@@ -239,15 +239,13 @@ def main() -> int:
         origin["recipe"] = origin["recipe"].replace(f" {path}", f" {Path(path).resolve().name}")
     clock = Clock(given.minutes)
     file = given.out / f"finetune-{DEVICE}.csv"
-    stopped = False
     with folder.locked(given.out):
         folder.check_run(given.out, asked(given, texts))
         folder.write_json(given.out / folder.ASKED, asked(given, texts))
         results, losses = Results(file, origin), Losses(file.with_stem(f"finetune-loss-{DEVICE}"), origin)
         try:
-            work(names, given, texts, results, losses, clock)
-        except TimeUpError:
-            stopped = True
+            with clock.limited():
+                work(names, given, texts, results, losses, clock)
         finally:
             if not any(path.is_dir() for path in given.out.iterdir()) and not results.rows:
                 (given.out / folder.ASKED).unlink()  # refused: the corrected command may come here
@@ -257,13 +255,8 @@ def main() -> int:
             draw(rows, f"{told} (solid), train-free (dashed)", given.context, LOOKS, file.with_suffix(".png"))
         if losses.rows:
             draw_losses(losses.rows, f"{told}, training loss", LOOKS, losses.path.with_suffix(".png"))
-    if stopped:
-        print("the time is up; the same command resumes", flush=True)
-    return OUT_OF_TIME if stopped else 0
+    return clock.status()
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except ConfigError as error:
-        sys.exit(f"error: {error.problem}\nhint: {error.hint}")
+    command(main)

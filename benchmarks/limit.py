@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+from rpe3d.config import ConfigError
 
 OUT_OF_TIME = 3
 """Exit status of a command whose minutes were over: the same command resumes."""
@@ -17,6 +23,7 @@ class Clock:
 
     def __init__(self, minutes: float | None) -> None:
         self.until = float("inf") if minutes is None else time.monotonic() + 60 * minutes
+        self.stopped = False
 
     @property
     def left(self) -> float | None:
@@ -31,3 +38,26 @@ class Clock:
         """Raise if less than so much time is left."""
         if self.over(seconds):
             raise TimeUpError
+
+    @contextmanager
+    def limited(self) -> Iterator[None]:
+        """End the work of a `with` where the minutes are over."""
+        try:
+            yield
+        except TimeUpError:
+            self.stopped = True
+
+    def status(self) -> int:
+        """Return the exit status of the command; say that it has to be given again where its minutes were over."""
+        if not self.stopped:
+            return 0
+        print("the time is up; the same command resumes", flush=True)
+        return OUT_OF_TIME
+
+
+def command(main: Callable[[], int]) -> NoReturn:
+    """Run a command and exit with its status; a refusal is said in two lines."""
+    try:
+        sys.exit(main())
+    except ConfigError as error:
+        sys.exit(f"error: {error.problem}\nhint: {error.hint}")

@@ -38,11 +38,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 from transformers.trainer_utils import IntervalStrategy
 
 from finetune_results import Table
-from limit import OUT_OF_TIME, Clock, TimeUpError
+from limit import Clock, command
 from paper_size_results import GIB, LARGEST, ROPE, Row, minutes_of, show
 from rpe3d import extend
 from rpe3d.cli.terminal import progress_bar
-from rpe3d.config import ConfigError, choice, whole
+from rpe3d.config import choice, whole
 from rpe3d.evaluate.memory import within_memory
 from rpe3d.geometry import LawSpec, parse_laws
 from rpe3d.train import Settings
@@ -336,20 +336,12 @@ def main() -> int:
     clock = Clock(given.minutes)
     given.out.mkdir(parents=True, exist_ok=True)
     table = Table(given.out / f"paper-size-{DEVICE}.csv", stamp(cuda=DEVICE == "cuda"), COLUMNS)
-    stopped = False
-    try:
+    with clock.limited():
         work(specs, parts, given, table, clock)
-    except TimeUpError:
-        stopped = True
     if table.rows:
         show(table.rows)
-    if stopped:
-        print("the time is up; the same command resumes", flush=True)
-    return OUT_OF_TIME if stopped else 0
+    return clock.status()
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except ConfigError as error:
-        sys.exit(f"error: {error.problem}\nhint: {error.hint}")
+    command(main)

@@ -38,7 +38,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from limit import OUT_OF_TIME, Clock, TimeUpError
+from limit import Clock, command
 from pretrain_measures import Number, measured
 from pretrain_results import INTERPOLATED, Results, draw, show
 from rpe3d import extend, files
@@ -410,21 +410,13 @@ def main() -> int:
                 (given.out / name).unlink(missing_ok=True)
             raise
         results = Results(given.out / f"pretrain-{DEVICE}.csv", origin)
-        stopped = False
-        try:
+        with clock.limited():
             work(specs, data, given, results, clock)
-        except TimeUpError:
-            stopped = True
         if results.rows:
             show(results.rows)
             draw(results.rows, given.length, results.path.with_suffix(".png"))
-    if stopped:
-        print("the time is up; the same command resumes", flush=True)
-    return OUT_OF_TIME if stopped else 0
+    return clock.status()
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except ConfigError as error:
-        sys.exit(f"error: {error.problem}\nhint: {error.hint}")
+    command(main)

@@ -260,6 +260,15 @@ def test_the_backend_for_cuda_attends_as_the_specification(engine_config, monkey
     made.check(query, made.forward(made.builder.build(0, given), query), counts)
 
 
+def test_memory_of_the_longest_prompt_is_taken_while_vllm_measures(engine_config, monkeypatch):
+    """vLLM then runs layers without metadata; what a prompt's keys and values take it would not see."""
+    made = Served(engine_config, monkeypatch, [20])
+    taken = made.impl.reserve(torch.zeros(3, HEADS, DIM, dtype=torch.bfloat16))
+    assert taken.nbytes == 3 * engine_config.model_config.max_model_len * GROUPS * DIM * 2
+    monkeypatch.setattr(FlashAttentionImpl, "forward", lambda self, *given: given[6].fill_(0))
+    assert (made.forward(None, torch.randn(3, HEADS, DIM)) == 0).all()
+
+
 def test_a_step_that_was_captured_serves_other_lengths(engine_config, monkeypatch):
     """A graph repeats a launch with the same arguments: what changes is what vLLM's persistent tensors hold."""
     made = Served(engine_config, monkeypatch, [1, 1, 1, 1], full=True)

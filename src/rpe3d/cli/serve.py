@@ -52,8 +52,9 @@ def run(arguments: Namespace) -> int:
     line = command(served, arguments.model, arguments.host, arguments.port, options)
     # Its words to stderr, and signals of the terminal to us alone: a second one would cut its shutdown short.
     named = os.environ | environment(served.law)
+    ends = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, _interrupt) for number in ends}  # nohup ignores one, and it stays so
     process = subprocess.Popen(line, stdout=STDERR, start_new_session=True, env=named)
-    before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         wait_until_ready(process, url)
         say(_curl(url, arguments.model))
@@ -65,7 +66,8 @@ def run(arguments: Namespace) -> int:
     finally:
         if process.poll() is None:
             stop(process)
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _interrupt(*_: Any) -> None:

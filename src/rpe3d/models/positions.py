@@ -71,6 +71,8 @@ class Layout:
     """Position after the last token; None in a graph."""
     sound: Tensor | None = None
     """In a graph, which cannot refuse: whether the keys stand where `keys` says. Where False, the output is NaN."""
+    from_zero: Tensor | None = None
+    """In a graph: whether the tokens of every row stand at 0, 1, 2 ..., as those must that are chosen from."""
     shared: Shared | None = None
     """Attention of the layers of this forward; None in a graph."""
 
@@ -93,12 +95,15 @@ class Layout:
             key, value = key[:, :, : self.keys_used], value[:, :, : self.keys_used]
         return query if self.query_slots is None else _picked(query, self.query_slots), key, value
 
-    def returned(self, out: Tensor) -> Tensor:
-        """Return the output in the order in which the queries were given."""
+    def returned(self, out: Tensor, chosen: bool = False) -> Tensor:
+        """Return the output in the order in which the queries were given; `chosen`: of a law that chooses far keys."""
         if self.query_slots is not None:  # all of them, in another order
             index = self.query_slots[:, None, :, None].expand_as(out)
             out = torch.zeros_like(out).scatter(2, index, out)
-        return out if self.sound is None else torch.where(self.sound, out, torch.nan)
+        if self.sound is None:
+            return out
+        sound = self.sound & self.from_zero if chosen and self.from_zero is not None else self.sound
+        return torch.where(sound, out, torch.nan)
 
 
 def layout(
@@ -112,17 +117,24 @@ def layout(
     shape = (query.shape[0], query.shape[2], key.shape[2])
     if torch.compiler.is_compiling():
         return _layout(*shape, mask, position_ids)
-    state = (shape, id(model), _changes(mask), _changes(position_ids))
+    state = (shape, id(model), _queue(query), _changes(mask), _changes(position_ids))
     made = getattr(_last, "made", None)
     if made is not None and made[0] is mask and made[1] is position_ids and made[2] == state:
         kept: Layout = made[4]
-        # A layer that runs again for its gradients; but what was read before is no part of a CUDA graph.
-        if layer > made[3] or (torch.is_grad_enabled() and None not in state and not capturing(query)):
+        if layer > made[3] or (torch.is_grad_enabled() and None not in state):  # or runs again for its gradients
             _last.made = (mask, position_ids, state, layer, kept)
             return kept
     result = _layout(*shape, mask, position_ids)
     _last.made = (mask, position_ids, state, layer, result)
     return result
+
+
+def _queue(x: Tensor) -> tuple[int, bool] | tuple[()]:
+    """Return the stream that takes what is done to a tensor, and whether that becomes part of a CUDA graph.
+
+    Layers on other streams must not share room. What was read from a device is no part of a graph, nor the reverse.
+    """
+    return (torch.cuda.current_stream(x.device).stream_id, capturing(x)) if x.is_cuda else ()
 
 
 def _changes(x: Tensor | None) -> int | None:
@@ -199,12 +211,14 @@ def _in_a_graph(s: int, mask: Tensor | None, positions: Tensor) -> Layout:
     gapless = row.last - row.begin + 1 == row.tokens
     begun = (row.slot_start == 0) | ((first == 0) & gapless) | ((first >= 0) & fresh)  # `_starts` is not at hand
     sound = ((row.by_slot & begun) | (row.queries == 0)).all()
+    from_zero = (((first == 0) & gapless) | (row.queries == 0)).all()
     slots = torch.arange(s, device=positions.device)
     keys = Placed((row.slot_start + slots).clamp(min=0), starts=row.slot_start[:, 0])
     if mask is None:
-        return Layout(positions, keys, None, None, s, sound=sound)
+        return Layout(positions, keys, None, None, s, sound=sound, from_zero=from_zero)
     tokens = coding % HERE == TOKEN
-    return Layout(positions, keys, tokens.gather(1, row.offset + slots[:t]), tokens, s, sound=sound)
+    here = tokens.gather(1, row.offset + slots[:t])
+    return Layout(positions, keys, here, tokens, s, sound=sound, from_zero=from_zero)
 
 
 class Facts(NamedTuple):

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import atexit
 import os
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+
+PATIENCE = timedelta(hours=2)
+"""How long processes wait for each other, as all do while one saves a large model: NCCL's own limit is ten minutes."""
 
 
 def processes(*, cpu: bool) -> Any:
@@ -15,7 +19,7 @@ def processes(*, cpu: bool) -> Any:
         return None
     from accelerate import PartialState
 
-    state = PartialState(cpu=cpu)
+    state = PartialState(cpu=cpu, timeout=PATIENCE)
     atexit.unregister(_part)
     atexit.register(_part)
     return state

@@ -189,7 +189,7 @@ def attend(
     else:
         memory = memories.setdefault(module, Memory()) if law.chooses else None
         out = where.shared.output(query, key, value, law, scale=scaling, softcap=softcap, sinks=s_aux, memory=memory)
-    return where.returned(out).transpose(1, 2).contiguous(), None
+    return where.returned(out, law.chooses).transpose(1, 2).contiguous(), None
 
 
 def _stock(

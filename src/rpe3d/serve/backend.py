@@ -173,9 +173,11 @@ class LawImpl:
         from vllm.config import get_current_vllm_config
 
         super().__init__(*arguments, **named)
+        engine = get_current_vllm_config()
         # A layer with a window is vLLM's alone, as it is transformers' under Hugging Face: the law is for the others.
         windowed = getattr(self, "sliding_window", None) not in (None, -1, (-1, -1))
-        self.law = law = None if windowed else served_law(get_current_vllm_config())
+        self.law = law = None if windowed else served_law(engine)
+        self.longest = 0 if law is None else int(engine.model_config.max_model_len)
         if law is not None and law.json not in MADE:
             raise ConfigError(
                 f"attention would keep {law.name}, but the model's rotary layer was not made by rpe3d",

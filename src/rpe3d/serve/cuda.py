@@ -110,6 +110,13 @@ class Impl(LawImpl, FlashAttentionImpl):  # type: ignore[misc]
         keys, values = (cache[pages].flatten(0, 1).transpose(0, 1) for cache in self.caches(kv_cache))
         return keys, values
 
+    def reserve(self, query: Tensor) -> Tensor:
+        """Take for a moment what the longest prompt will, while vLLM measures how much memory its cache may have.
+
+        That prompt's keys and values are read together, and its far keys are turned.
+        """
+        return query.new_empty(3, self.longest, self.num_kv_heads, self.head_size)
+
     def forward(
         self,
         layer: Any,
@@ -122,6 +129,8 @@ class Impl(LawImpl, FlashAttentionImpl):  # type: ignore[misc]
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
+        if attn_metadata is None and self.law is not None:
+            self.reserve(query)
         step = getattr(attn_metadata, "rpe3d", None)
         if self.law is not None and isinstance(step, Step):
             self.take(step, query, kv_cache, output)

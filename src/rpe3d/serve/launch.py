@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -119,16 +120,16 @@ def check_port(host: str, port: int) -> None:
     try:
         socket.create_server((host, port)).close()
     except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {os.strerror(error.errno or 0)}", "give another one with --port or --host"
-        ) from None
+        why = os.strerror(error.errno) if (error.errno or 0) > 0 else error.strerror  # a host that has no address
+        raise ConfigError(f"cannot listen on {host}:{port}: {why}", "give another one with --port or --host") from None
 
 
 def wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
     """Wait until the server answers; raise a ConfigError if it ends before."""
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy would answer for the server
     while process.poll() is None:
         try:
-            with urllib.request.urlopen(f"{url}/health", timeout=5):
+            with direct.open(f"{url}/health", timeout=5):
                 return
         except (urllib.error.URLError, OSError):
             time.sleep(POLL)
@@ -141,5 +142,5 @@ def stop(process: subprocess.Popen[bytes]) -> None:
     try:
         process.wait(timeout=30)
     except subprocess.TimeoutExpired:
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)  # its engine and workers as well: it leads a session of its own
         process.wait()

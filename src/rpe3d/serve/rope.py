@@ -72,7 +72,7 @@ def _checked(head_size: int, is_neox_style: bool) -> Law:
         if not issubclass(backend, LawBackend):
             raise ConfigError(
                 f"{law.name} needs attention of its own, and vLLM runs {backend.get_name()}",
-                "leave --attention-backend out, or give FLASH_ATTN on a GPU",
+                "leave --attention-backend out; a GPU needs float16 or bfloat16, and compute capability 8.0",
             )
     return law
 

@@ -25,13 +25,20 @@ class Limit(TrainerCallback):  # type: ignore[misc]
     def __init__(self, minutes: float, begun: float) -> None:
         self.until = begun + 60 * minutes
         self.longest = 0.0
+        self.saving = 6 * minutes
+        """Seconds that a save takes: a tenth of all, until one has shown it."""
         self.since = time.monotonic()
         self.stopped = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stop unless there is time for another step and a save, each as long as the longest step so far."""
+        """Stop unless there is time for another step, as long as the longest so far, and for a save."""
         now = time.monotonic()
         self.longest, self.since = max(self.longest, now - self.since), now
-        over = "over" if now + 2 * self.longest > self.until else None
+        over = "over" if now + self.longest + max(self.longest, self.saving) > self.until else None
         if sound.first_of_all(over, args.device) and state.global_step < state.max_steps:
             self.stopped = control.should_save = control.should_training_stop = True
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Note how long a save took, which is no part of a step."""
+        now = time.monotonic()
+        self.saving, self.since = now - self.since, now

@@ -79,8 +79,8 @@ def step_refusal(problem: Problem) -> str | None:
     if isinstance(problem.keys, range):
         return None if problem.key_mask is None and problem.keys.start == 0 else "its keys do not begin at position 0"
     placed = problem.key_placed
-    if placed is not None and isinstance(placed.starts, Tensor):
-        return None
+    if placed is not None and placed.runs is None and isinstance(placed.starts, Tensor):
+        return None  # in a graph, where nobody can look: who captures it must promise as much
     begins = [None if run is None else run[1].start for run in problem.key_runs]
     return None if set(begins) <= {0} else "its key positions are not consecutive from 0 on"
 

@@ -21,7 +21,7 @@ from rpe3d.rotation.launch import Bound, Launcher
 
 # What changes from step to step must not compile a new kernel in the middle of a text.
 _STEPS = ["query_start", "key_start", "keys", "query_positions_b", "query_mask_b", "key_mask_b"]
-_UNALIGNED = ["query_positions", "key_starts", "query_mask", "key_mask", "sinks"]
+_UNALIGNED = ["lse", "query_positions", "key_starts", "query_mask", "key_mask", "sinks"]
 
 
 @triton.jit(

@@ -30,7 +30,7 @@ COUNTED = tl.constexpr(1024)  # lengths that a program loads at once
 
 @triton.jit(
     do_not_specialize=["splits", "at_once", "least_tiles", "pages_b", "lengths_b"],
-    do_not_specialize_on_alignment=["pages", "lengths", "sinks"],
+    do_not_specialize_on_alignment=["pages", "lengths", "lse", "sinks"],
 )
 @no_type_check
 def _paged_kernel(
@@ -217,6 +217,8 @@ class Steps:
         )
         room, arrivals = self.room, self.arrivals
         if made.room() > room.numel() or made.counters > arrivals.numel():  # splits that were asked for
+            if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise ConfigError("a captured step is larger than was said", "raise `sequences`, or run it once before")
             room = torch.empty(made.room(), dtype=torch.float32, device=self.device)
             arrivals = torch.zeros(made.counters, dtype=torch.int32, device=self.device)
         return bound, made.results_in(room, arrivals)

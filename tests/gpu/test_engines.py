@@ -4,7 +4,7 @@ FlashAttention takes no float32, so weights are rounded to the engine's type fir
 is measured, not chosen: transformers on the GPU in the engine's type, on the same tokens, against transformers in
 float32 on the CPU. An engine may be four times as far off, a lost law is much further, and both are asserted.
 
-Each engine is a process, several start side by side: `python tests/gpu/test_serve.py NAME FOLDER` runs one.
+Each engine is a process, several start side by side: `python tests/gpu/test_engines.py NAME FOLDER` runs one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ENGINES: dict[str, dict] = {
     "no-kernel": {"head": 64, "dtype": "float16", "law": "leaky-rerope"},
     "chosen": {"head": 64, "dtype": "float16", "law": "far"},
 }
-CAPTURED = {"graphs", "graphs-bf16", "runner-1", "apart", "dca"}
+CAPTURED = {"graphs", "graphs-bf16", "runner-1", "dca"}
 """Engines that must capture whole steps."""
 SIDE_BY_SIDE = int(os.environ.get("SERVE_ENGINES", "4"))
 
@@ -201,12 +201,13 @@ def test_an_engine_answers_as_transformers(results, name):
     assert max(found["cached"]) >= CONTEXT // 2
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", [name for name in ENGINES if name != "apart"])  # which decides in its own process
 def test_steps_are_captured_whole_where_a_kernel_takes_them(results, name):
     found = results[name]
     assert isinstance(found, dict), found
     whole = found["info"]["graphs"] in ("FULL_AND_PIECEWISE", "FULL_DECODE_ONLY", "FULL")
     assert whole == (name in CAPTURED), found["info"]
+    assert found["info"]["captured"] > 0 or name not in CAPTURED, found["info"]
 
 
 def test_an_engine_in_its_own_process_finds_cuda_untouched_here(results):
