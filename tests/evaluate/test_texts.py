@@ -44,7 +44,7 @@ def test_a_compressed_copy_is_the_same_text(tmp_path):
         ("a.xz", b"no xz at all", "is not a whole .xz file"),
         ("a.xz", lzma.compress(b"text" * 1000)[:-20], "is not a whole .xz file"),
         ("a.gz", b"no gz at all", "is not a whole .gz file"),
-        ("a.gz", gzip.compress(b"text" * 1000)[:-20], "is not a whole .gz file"),
+        ("a.gz", gzip.compress(b"text" * 1000, mtime=0)[:-20], "is not a whole .gz file"),
         ("a.bz2", bz2.compress(b"text" * 1000)[:-20], "is not a whole .bz2 file"),
     ],
 )

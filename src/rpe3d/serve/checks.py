@@ -60,7 +60,6 @@ def check_model(config: Any) -> Law:
 def check_engine(engine: Any, law: Law) -> None:
     """Refuse what a vLLM configuration asks for that a law does not have."""
     import vllm
-    import vllm.envs
 
     if refusal := version_refusal(vllm.__version__, engine.device_config.device_type):
         raise ConfigError(refusal, f"pip install 'vllm=={ON_GPU[-1]}.*'")
@@ -79,7 +78,7 @@ def check_engine(engine: Any, law: Law) -> None:
         )
     if engine.speculative_config is not None:
         raise ConfigError("speculative decoding is not tested under a law", "leave it out")
-    if getattr(vllm.envs, "VLLM_BATCH_INVARIANT", False) and law.single_turn is None and law.needs_attention:
+    if getattr(getattr(vllm, "envs", None), "VLLM_BATCH_INVARIANT", False) and law.single_turn is None and law.needs_attention:
         raise ConfigError(
             "VLLM_BATCH_INVARIANT is set, and how keys are shared out under a law depends on the batch", "unset it"
         )
