@@ -78,7 +78,8 @@ def check_engine(engine: Any, law: Law) -> None:
         )
     if engine.speculative_config is not None:
         raise ConfigError("speculative decoding is not tested under a law", "leave it out")
-    if getattr(getattr(vllm, "envs", None), "VLLM_BATCH_INVARIANT", False) and law.single_turn is None and law.needs_attention:
+    invariant = getattr(getattr(vllm, "envs", None), "VLLM_BATCH_INVARIANT", False)
+    if invariant and law.single_turn is None and law.needs_attention:
         raise ConfigError(
             "VLLM_BATCH_INVARIANT is set, and how keys are shared out under a law depends on the batch", "unset it"
         )
