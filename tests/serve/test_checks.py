@@ -105,6 +105,14 @@ def test_settings_that_are_refused(vllm, given, why):
         check_engine(given, law())
 
 
+def test_answers_that_shall_not_depend_on_the_batch(vllm, monkeypatch):
+    """A law that is one turn for all pairs runs in vLLM's own attention, which can promise that."""
+    monkeypatch.setattr(sys.modules["vllm"], "envs", SimpleNamespace(VLLM_BATCH_INVARIANT=True), raising=False)
+    check_engine(settings(), law("yarn"))
+    with pytest.raises(ConfigError, match="how keys are shared out under a law depends on the batch"):
+        check_engine(settings(), law())
+
+
 def test_heads_that_choose_far_keys_together_are_not_parted(vllm):
     given = settings()
     given.model_config.get_total_num_kv_heads = lambda: 2

@@ -43,11 +43,6 @@ def test_a_cache_that_rounds_keys(folder):
     assert "the cache holds keys as fp8" in refused(folder, kv_cache_dtype="fp8", dtype="bfloat16")
 
 
-def test_answers_that_shall_not_depend_on_the_batch(folder, monkeypatch):
-    monkeypatch.setattr(envs, "VLLM_BATCH_INVARIANT", True, raising=False)
-    assert "how keys are shared out under a law depends on the batch" in refused(folder)
-
-
 def test_another_version_of_vllm(folder, monkeypatch):
     monkeypatch.setattr("vllm.__version__", "0.33.1")
     assert "vLLM is 0.33.1, and laws are tested on a CPU with 0.28, " in refused(folder)
