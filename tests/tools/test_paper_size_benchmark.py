@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rpe3d.config import ConfigError
 from rpe3d.train import Settings, read_recipe
 
 pytestmark = [
@@ -96,7 +97,7 @@ def test_the_largest_window_is_searched_for_and_the_search_resumes(run, bench, m
     class Short(bench.Clock):
         def check(self, seconds=0.0):
             if len(asked) == 2:
-                raise bench.TimeUpError
+                raise import_module("limit").TimeUpError
 
     with monkeypatch.context() as patch:
         patch.setattr(bench, "Clock", Short)
@@ -142,7 +143,7 @@ def test_several_gpus_hold_a_part_of_the_weights_and_activations_of_their_own(re
 
 
 def test_what_is_not_known_is_refused(run, bench):
-    with pytest.raises(bench.ConfigError, match="part '33k' is not known"):
+    with pytest.raises(ConfigError, match="part '33k' is not known"):
         run("--parts", "33k")
-    with pytest.raises(bench.ConfigError, match="shape 'huge' is not known"):
+    with pytest.raises(ConfigError, match="shape 'huge' is not known"):
         run("--shape", "huge")

@@ -7,7 +7,6 @@ import shutil
 import sys
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -103,15 +102,18 @@ def test_a_run_that_is_out_of_time_or_interrupted_ends_with_the_same_rows(bench,
     options = ("--only", "yarn", "--lengths", "512", "--learning-rate", "0.01", "--steps", "3")
     whole = bench(*options, out="whole")
 
-    def limited(left, checks):
-        """A clock with time for one step, if `left` is small, and for so many pieces of work."""
+    def limited(minutes, checks):
+        """A clock with time for one step, if `minutes` are few, and for so many pieces of work."""
         count = iter(range(checks))
 
-        def check(*_):
-            if next(count, None) is None:
-                raise finetune.TimeUpError
+        class Limited(finetune.Clock):
+            left = minutes
 
-        return lambda minutes: SimpleNamespace(left=left, check=check)
+            def check(self, *_):
+                if next(count, None) is None:
+                    raise finetune.TimeUpError
+
+        return Limited
 
     def interrupted(*_, **__):
         raise KeyboardInterrupt
