@@ -120,7 +120,8 @@ def check_port(host: str, port: int) -> None:
     try:
         socket.create_server((host, port)).close()
     except OSError as error:
-        why = os.strerror(error.errno) if (error.errno or 0) > 0 else error.strerror  # a host that has no address
+        number = error.errno or 0
+        why = os.strerror(number) if number > 0 else error.strerror  # below 0: a host that has no address
         raise ConfigError(f"cannot listen on {host}:{port}: {why}", "give another one with --port or --host") from None
 
 
