@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rpe3d.attention import reference
 from rpe3d.attention.blocked.backends import backend_for, without_plans
-from rpe3d.attention.blocked.run import Blocked
+from rpe3d.attention.blocked.run import Blocked, backward
 from rpe3d.attention.blocked.task import LEAST_BACKWARD, Task
 from rpe3d.attention.problem import Prepared, Problem, rotated
 from rpe3d.attention.spans import Span, spans
@@ -112,6 +112,22 @@ class Calls:
         if torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in (q, k, sinks)):
             lse = WithGradient.apply(lse, q, k, sinks, self.problem)  # type: ignore[no-untyped-call]
         return out, lse
+
+    def gradients(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, do: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of rotated q, k and v where `out` and `lse` are the whole rows', of further keys too."""
+        if not self.tasks or any(span.places is not None for span, _ in self.tasks):
+            raise ValueError("there are no calls of consecutive tokens")
+        works = [(batch, span, task) for span, task in self.tasks for batch in self.batches(span, task)]
+        if len(works) == 1 and works[0][1].query == slice(None):  # all tokens of all sequences
+            return backward(works[0][2], q, k, v, out, lse, do, None)
+        dq, dk, dv = (torch.zeros_like(y) for y in (q, k, v))
+        for batch, span, task in works:
+            here, there = (batch, slice(None), span.query), (batch, slice(None), span.key)
+            found = backward(task, q[here], k[there], v[there], out[here], lse[here], do[here], None)
+            dq[here], dk[there], dv[there] = found
+        return dq, dk, dv
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         x = self.problem

@@ -1,17 +1,18 @@
-"""Computes attention where queries choose their far keys (`Choice`), for prompts; forward only.
+"""Computes attention where queries choose their far keys (`Choice`), for prompts; on a GPU with exact gradients.
 
-Chosen for prompts under a law that gives a choice. Equals `reference`.
+Chosen for prompts under a law that gives a choice, and for training on a GPU. Equals `reference`.
 
 On a GPU near keys go through `blocked`; `select` finds what the queries choose, and `far` adds it: the cost is linear
-in the length of a text but for the scores of blocks, one product for every block of keys. Elsewhere `tiles` does it in
-plain PyTorch, where every far key is multiplied.
+in the length of a text but for the scores of blocks, one product for every block of keys. `backward` has the gradient,
+exact for the choice made. Elsewhere `tiles` does it in plain PyTorch, where every far key is multiplied; forward only.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +25,9 @@ from rpe3d.attention.spans import Span, spans
 from rpe3d.geometry import Law, Region
 from rpe3d.rotation import rotate
 from rpe3d.rotation.table import Tables
+
+if TYPE_CHECKING:
+    from rpe3d.attention.chosen.select import Unions
 
 LEVELS = 2**27
 """Bytes of scores at a time."""
@@ -40,14 +44,19 @@ def refusal(problem: Problem) -> str | None:
     """Say why it cannot run a problem; None if it can."""
     if not problem.law.chooses:
         return "no query has a choice of keys"
-    if problem.needs_gradient:
-        return "it has no gradient"
+    if problem.needs_gradient and (reason := _gradient_refusal(problem)):
+        return f"it has no gradient here: {reason}"
     if not problem.rotated and (not problem.q.is_cuda or kernels_refusal(problem)):
         return "its keys must have been rotated by stock RoPE"
     found = list(spans(problem))
     if None in found or any(span.places for span in found if span is not None):
         return "its positions are not consecutive"
     return None
+
+
+def _gradient_refusal(problem: Problem) -> str | None:
+    """Say why a problem that has spans has no gradient; None if it has one. Tiles in plain PyTorch have none."""
+    return kernels_refusal(problem) if problem.q.is_cuda else f"its kernels run on a GPU, not on {problem.q.device}"
 
 
 def kernels_refusal(problem: Problem) -> str | None:
@@ -104,6 +113,17 @@ def prepare(problem: Problem, **options: Any) -> Prepared:
     return Tiles(problem)
 
 
+class Few(NamedTuple):
+    """Some key heads of a span: which, and their query heads; their keys as given, and what is made of the far ones."""
+
+    keys: slice
+    heads: slice
+    k: Tensor
+    turned: Tensor
+    summaries: Tensor
+    centre: Tensor
+
+
 class Kernels:
     """A prompt as kernels, settled once for all layers: near keys by library calls, far ones as they were chosen."""
 
@@ -126,6 +146,17 @@ class Kernels:
         if self.given is not None:
             q, k = rotated(self.given, q, k)
         q, k, v = (y if y.stride(3) == 1 else y.contiguous() for y in (q, k, v))
+        if not self.spans:  # padding alone
+            return self.near(q, k, v, sinks)
+        if torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in (q, k, v, sinks)):
+            from rpe3d.attention.chosen import backward
+
+            out, lse = backward.Attend.apply(q, k, v, sinks, self)  # type: ignore[no-untyped-call]
+            return out, lse
+        return self.attend(q, k, v, sinks)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the output and the log-sum-exp of rotated vectors, without a gradient."""
         out, lse = self.near(q, k, v, sinks)
         for span in self.spans:
             here = q[span.batch, :, span.query], k[span.batch, :, span.key], v[span.batch, :, span.key]
@@ -134,6 +165,17 @@ class Kernels:
 
     def _add_far(self, span: Span, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
         """Add the far keys of a span's queries to `out` and `lse`, a few key heads at a time."""
+        for few in self.few_heads(span, q, k):
+            for some_queries in self._stretches(span.queries, q.shape[0] * few.k.shape[1]):
+                unions = self.unions(span, few, q, some_queries)
+                self.far.attend(
+                    self.selection, unions, q[:, few.heads], few.turned, v[:, few.keys],
+                    out[:, few.heads], lse[:, few.heads],
+                    first=some_queries.start, query_start=span.queries.start, scale=self.problem.scale, **self.options,
+                )  # fmt: skip
+
+    def few_heads(self, span: Span, q: Tensor, k: Tensor) -> Iterator[Few]:
+        """Yield a span's key heads, as many at a time as have room for their turned far keys; none if none is far."""
         blocks = self.selection.choosable(span.queries[-1])
         if not blocks:
             return
@@ -144,30 +186,33 @@ class Kernels:
             keys = slice(start, start + step)
             heads = slice(start * (h // g), (start + step) * (h // g))
             some = k[:, keys]
-            summaries, centre = self.selection.summaries(some, blocks)
             table = self.tables(self.region.key, None, (far_keys,), False, self.problem.frequencies, torch.float32)
             turned = rotate(some[:, :, : len(far_keys)], None, *table, interleaved=self.problem.law.rotary.interleaved)[
                 0
             ]
-            for some_queries in self._stretches(span.queries, b * some.shape[1]):
-                first = some_queries.start
-                unions = self.selection.room(b, some.shape[1], some_queries, q.device)
-                for piece in self._pieces(some_queries, b * some.shape[1]):
-                    self.selection.unite(
-                        unions, q[:, heads], some, summaries, centre, piece, first=first, start=span.queries.start
-                    )
-                self.far.attend(
-                    self.selection, unions, q[:, heads], turned, v[:, keys], out[:, heads], lse[:, heads],
-                    first=first, query_start=span.queries.start, scale=self.problem.scale, **self.options,
-                )  # fmt: skip
+            yield Few(keys, heads, some, turned, *self.selection.summaries(some, blocks))
 
-    def _stretches(self, queries: range, heads: int) -> list[range]:
-        """Cut the positions of queries that have something to choose into whole tiles, as many as have room."""
+    def unions(self, span: Span, few: Few, q: Tensor, some_queries: range) -> Unions:
+        """Return what the queries at some positions choose, tile by tile."""
+        heads = q.shape[0] * few.k.shape[1]
+        unions = self.selection.room(q.shape[0], few.k.shape[1], some_queries, q.device)
+        for piece in self._pieces(some_queries, heads):
+            self.selection.unite(
+                unions, q[:, few.heads], few.k, few.summaries, few.centre, piece,
+                first=some_queries.start, start=span.queries.start,
+            )  # fmt: skip
+        return unions
+
+    def _stretches(self, queries: range, heads: int, more: int = 0, room: int = LISTS) -> list[range]:
+        """Cut the positions of queries that have something to choose into whole tiles, as many as have room.
+
+        more: bytes for each tile and key head, beside the list of what it has chosen.
+        """
         tile, choice = self.selection.tile, self.selection.choice
         start = max(queries.start, (self.selection.near + 1) * self.region.unit) // tile * tile
         stop = -(-queries.stop // tile) * tile
         most = min(self.selection.choosable(queries[-1]), tile * choice.most)
-        return _cut(range(start, stop), max(tile, LISTS // (8 * heads * max(1, most)) * tile))
+        return _cut(range(start, stop), max(tile, room // (heads * (8 * max(1, most) + more)) * tile))
 
     def _pieces(self, queries: range, heads: int) -> list[range]:
         """Cut positions into whole tiles, as many as have room for their scores."""
