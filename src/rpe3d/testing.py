@@ -130,23 +130,38 @@ def assert_as_good(
         assert error <= 2 * (eager_error + rounding), f"{error:.3g} > 2 ({eager_error:.3g} + {rounding:.3g})"
 
 
-def gradients(x: Problem, solve: Any, weight: Tensor) -> tuple[Tensor, ...]:
-    """Return the gradients of Σ out · weight with respect to q, k and v, for a function of the three."""
-    leaves = [y.detach().clone().requires_grad_() for y in (x.q, x.k, x.v)]
-    out = solve(*leaves)[0]
-    return torch.autograd.grad((out * weight.to(out.dtype)).sum(), leaves)
+def gradients(x: Problem, solve: Any, weight: Tensor, logs: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Return the gradients of Σ out · weight (+ Σ lse · logs) with respect to q, k and v, for a function of the three.
+
+    With respect to the sinks as well, where the problem has some: then the function takes `sinks`.
+    """
+    leaves = [y.detach().clone().requires_grad_() for y in (x.q, x.k, x.v, x.sinks) if y is not None]
+    out, *lse = solve(*leaves[:3], **({} if x.sinks is None else {"sinks": leaves[3]}))
+    total = (out * weight.to(out.dtype)).sum()
+    if logs is not None:
+        total = total + torch.where(logs != 0, lse[0] * logs, 0.0).sum()
+    return torch.autograd.grad(total, leaves)
 
 
-def assert_gradients_as_good(x: Problem, solve: Any) -> None:
-    """Assert that an implementation's gradients are as good as those of the eager path."""
-    weight = torch.randn(*x.q.shape[:3], x.v.shape[3], dtype=torch.float64, device=x.q.device)
+def assert_gradients_as_good(
+    x: Problem, solve: Any, *, logs: bool = False, choosers: reference.Choosers | None = None
+) -> None:
+    """Assert that an implementation's gradients are as good as those of the eager path.
 
-    def specification(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return reference.attend(replace(x, q=q, k=k, v=v))
+    logs: those of the log-sum-exp too. choosers: who say what queries choose, where that is not the specification.
+    """
+    sees = reference.visible(x).any(-1)[:, None].double()
+    weight = torch.randn(*x.q.shape[:3], x.v.shape[3], dtype=torch.float64, device=x.q.device) * sees[..., None]
+    other = torch.randn(x.q.shape[:3], dtype=torch.float64, device=x.q.device) * sees if logs else None
+    exact = in_float64(x)
 
-    truths = gradients(in_float64(x), specification, weight)
-    plain = gradients(x, lambda q, k, v: eager(replace(x, q=q, k=k, v=v)), weight)
-    for name, ours, truth, usual in zip("qkv", gradients(x, solve, weight), truths, plain, strict=True):
+    def by(attend: Any, x: Problem) -> tuple[Tensor, ...]:
+        return gradients(x, lambda q, k, v, **rest: attend(replace(x, q=q, k=k, v=v, **rest), choosers), weight, other)
+
+    truths, plain = by(reference.attend, exact), by(eager, x)
+    for name, ours, truth, usual in zip(
+        ("q", "k", "v", "sinks"), gradients(x, solve, weight, other), truths, plain, strict=False
+    ):
         error, eager_error = ((y.double() - truth).abs().max() for y in (ours, usual))
         rounding = 2 * torch.finfo(ours.dtype).eps * truth.abs().max()
         assert error <= 2 * (eager_error + rounding), f"d{name}: {error:.3g} > 2 ({eager_error:.3g} + {rounding:.3g})"

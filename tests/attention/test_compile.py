@@ -44,7 +44,7 @@ def compile(bound, *first):
 launch.Bound.__call__ = compile
 
 from rpe3d.attention import Memory
-from rpe3d.attention.chosen import far, select, step
+from rpe3d.attention.chosen import backward, far, select, step
 from rpe3d.testing import random_problem, small_law
 
 own = {"chunk": 32, "window": 64, "reach": 160, "focus": 0, "fade": 0, "sinks": 0, "far": 5, "block": 16}
@@ -58,6 +58,10 @@ unions = selection.room(1, 2, queries, x.q.device)
 found = selection.summaries(x.k, selection.choosable(399))
 selection.unite(unions, x.q, x.k, *found, queries, first=96, start=0)
 far.attend(selection, unions, x.q, x.k, x.v, x.q.clone(), torch.zeros(1, 4, 400), first=96, query_start=0, scale=0.1)
+some = x.q, x.k, x.v, x.q, torch.zeros(1, 4, 400), torch.zeros(1, 4, 400)
+backward.for_queries(selection, unions, *some, first=96, scale=0.1)
+sums = torch.zeros(x.k.shape), torch.zeros(x.k.shape)
+backward.for_keys(selection, backward.inverse(unions, 18), *some, *sums, first=96, scale=0.1)
 '''
 
 PAGED = (
@@ -96,4 +100,5 @@ def test_the_decoding_kernels_compile_for_a_gpu():
 def test_the_kernels_of_a_choice_compile_for_a_gpu():
     """A variable that changes its type, or two returns of which one does not fit, the interpreter does not mind."""
     kernels = {"_aim", "_score", "_choose", "_attend", "_means", "_aims", "_levels", "_cuts", "_unions", "_far"}
-    assert set(compiled(COMPILE)) == kernels
+    gradient = {"_queries", "_words", "_lists", "_keys"}
+    assert set(compiled(COMPILE)) == kernels | gradient

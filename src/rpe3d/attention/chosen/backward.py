@@ -18,13 +18,13 @@ import triton
 import triton.language as tl
 from jaxtyping import Float, Float32
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from rpe3d.attention.chosen.far import INTERPRETED, LOG2_E
 from rpe3d.attention.chosen.select import Selection, Unions, _in_bfloat16
 from rpe3d.attention.decode.loop import _cdiv, _power
 from rpe3d.attention.prefill.kernel import _dot
 from rpe3d.attention.spans import Span
+from rpe3d.config import ConfigError
 from rpe3d.rotation import rotate
 from rpe3d.rotation.launch import Launcher
 
@@ -166,7 +166,7 @@ def _keys_kernel(
         lse += b * lse_b + group * GROUP * lse_h
         delta += b * delta_b + group * GROUP * delta_h
         r = tl.arange(0, BLOCK_M)
-        for i in range(0, count * PARTS):
+        for i in range(count * PARTS):
             tile = tl.load(picked + i // PARTS)
             word = tl.load(bits + i // PARTS)
             t, head = (i % PARTS * BLOCK_M + r) % TILE, (i % PARTS * BLOCK_M + r) // TILE
@@ -212,8 +212,12 @@ class Attend(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # what is left unsaid here would be a second derivative of zero
+            raise ConfigError(
+                "the kernels of a chosen far field have no second derivative (create_graph=True)",
+                'use impl="reference" where one is needed',
+            )
         q, k, v, sinks, out, lse = ctx.saved_tensors
         made: Kernels = ctx.made
         if do is None:
@@ -287,7 +291,7 @@ def add_far(
             unions = made.unions(span, few, q, stretch)
             query = turned(q[:, heads, rows], region.query, positions, False)
             some = query, few.turned, v[:, keys], do[:, heads, rows], lse[:, heads, rows], delta[:, heads, rows]
-            given = {"first": stretch.start - positions.start, "scale": made.problem.scale}
+            given: dict[str, Any] = {"first": stretch.start - positions.start, "scale": made.problem.scale}
             gradient = for_queries(selection, unions, *some, **given)
             dq[:, heads, rows].add_(turned(gradient, region.query, positions, True))
             for_keys(selection, inverse(unions, blocks), *some, far_dk, far_dv, **given)
@@ -357,7 +361,7 @@ def for_keys(
     blocks, room = lists.picked.shape[2:]
     constants, rows = _constants(selection, q, k)
     size, each = constants["SIZE"], selection.tile * constants["GROUP"]
-    keys = max(16, min(size, 8192 // constants["WIDTH"]))  # gradients of 8192 numbers each stay in registers
+    keys = max(16, min(size, 64, 8192 // constants["WIDTH"]))  # whose gradients stay in registers
     block_m = max(16, min(rows // 2, _power(each)))
     _keys(
         q.device,
@@ -368,5 +372,5 @@ def for_keys(
             *delta.stride()[:2], *dk.stride()[:3],
         ),
         constants | {"KEYS": keys, "BLOCK_M": block_m},
-        {"num_warps": 4, "num_stages": 2} | options,
+        {"num_warps": 4, "num_stages": 3 if q.element_size() == 2 else 2} | options,
     )  # fmt: skip
