@@ -1,17 +1,18 @@
-"""Attention whose queries choose their far keys against plain attention, in one run: prefill, decode, memory, growth.
+"""Attention whose queries choose their far keys against plain attention: prefill, decode, training, memory, growth.
 
     python benchmarks/chosen.py --out benchmarks/results          # needs a GPU
 
 Vectors are such that neighbouring tokens are alike, as in a text: what a tile of queries must load is the union of
 what they choose, and a column says how many times one query's choice it is. No time is reported for kernels that fail
-their check against the specification in float64. Every row is a ratio against a peer in the same run. Writes
-chosen-cuda.csv.
+their check against the specification in float64. Every row is a ratio against a peer in the same run. Training is a
+forward and its backward; `mib` is the peak of both, with vectors and gradients. Writes chosen-cuda.csv.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from rpe3d import Law, make_law
 from rpe3d.attention import Memory, chosen
 from rpe3d.attention.problem import check
 from rpe3d.attention.reference import attend
+from rpe3d.testing import eager
 from stamp import COLUMNS, stamp
 
 HEADS, GROUPS, DIM = 32, 8, 128
@@ -47,6 +49,7 @@ MODEL: dict[str, Any] = {"pretrained": 8192, "context": 1048576, "head_dim": DIM
 OWN: dict[str, Any] = {"chunk": 512, "window": 2560, "reach": 4096, "focus": 0, "fade": 0, "block": 16}
 PREFILL = {16384: None, 32768: 1.3, 65536: None, 131072: 2.5, 262144: 4.0}
 DECODE = {32768: None, 131072: 3.0}
+TRAIN = [32768, 65536]
 Rows = list[dict[str, Any]]
 
 
@@ -86,7 +89,7 @@ def check_rows(law: Law, out: Tensor, q: Tensor, k: Tensor, v: Tensor, starts: l
         raise SystemExit(f"rows of {k.shape[2]} tokens fail their check: {most:.2e}")
 
 
-def peak(function: Attention, *tensors: Tensor) -> float:
+def peak(function: Callable[..., Any], *tensors: Tensor) -> float:
     """Return the most MiB that are allocated while a function runs, its arguments and result included."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -120,6 +123,62 @@ def prefill(rows: Rows, law: Any, lengths: list[int]) -> None:
         mine = milliseconds(ours, q, k, v, repeat=repeat)
         extra = {"union": round(union(made, q, k), 2), "mib": peak(ours, q, k, v), "peer_mib": peak(plain, q, k, v)}
         add(rows, "prefill", law, tokens, 1, mine, "sdpa-cudnn", peer, PREFILL.get(tokens), **extra)
+
+
+def differentiated(attention: Attention, weight: Tensor, *vectors: Tensor) -> tuple[Tensor, ...]:
+    """Return the gradients of attention, forward and backward."""
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in vectors]
+        return torch.autograd.grad(attention(*leaves), leaves, weight)
+
+
+def solved(law: Law, solve: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return the output of the specification, or of what is written plainly."""
+    out: Tensor = solve(check(q, k, v, law, rotated=True))[0]
+    return out
+
+
+def check_gradients(law: Law, ours: Attention, q: Tensor, k: Tensor, v: Tensor, starts: list[int], rows: int) -> None:
+    """Hold what some rows give to dq, dk and dv of the very problem that is timed to the specification in float64.
+
+    One key head of them, by the 2x rule: in norm, at most twice the error of attention that is written plainly in
+    bfloat16, and rounding.
+    """
+    group = q.shape[1] // k.shape[1]
+    for start in starts:
+        here, end = (slice(1), slice(group), slice(start, start + rows)), start + rows
+        keys = (slice(1), slice(1), slice(end))
+        weight = torch.zeros_like(q)
+        weight[here] = torch.randn_like(weight[here])
+        dq, dk, dv = differentiated(ours, weight, q, k, v)
+        if dk[keys].shape[2] < dk.shape[2] and any(bool(x[:1, :1, end:].any()) for x in (dk, dv)):
+            raise SystemExit(f"rows before {end} give a gradient to later keys")
+
+        parts = weight[here], q[here], k[keys], v[keys]
+        truths = differentiated(partial(solved, law, attend), *(x.double() for x in parts))
+        plainly = differentiated(partial(solved, law, eager), *parts)
+        for name, found, truth, usual in zip("qkv", (dq[here], dk[keys], dv[keys]), truths, plainly, strict=True):
+            error, most = (float((x.double() - truth).norm() / truth.norm()) for x in (found, usual))
+            print(f"check {k.shape[2]} from {start}: d{name} {error:.1e}, plainly {most:.1e}", flush=True)
+            if not error <= 2 * (most + torch.finfo(q.dtype).eps):
+                raise SystemExit(f"d{name} of {k.shape[2]} tokens fails its check: {error:.2e}, plainly {most:.2e}")
+
+
+def train(rows: Rows, law: Any, lengths: list[int]) -> None:
+    for tokens in lengths:
+        q, k, v = (alike(heads, tokens) for heads in (HEADS, GROUPS, GROUPS))
+        made = chosen.Kernels(check(q, k, v, law, rotated=True))
+
+        def ours(q: Tensor, k: Tensor, v: Tensor, made: chosen.Kernels = made) -> Tensor:
+            return made(q, k, v, None)[0]
+
+        check_gradients(law, ours, q, k, v, [3100, tokens // 2 + 5, tokens - 40], 32)
+        weight = torch.randn_like(q)
+        mine, peer = (partial(differentiated, attention, weight) for attention in (ours, plain))
+        times = [milliseconds(x, q, k, v, repeat=5) for x in (mine, peer)]
+        extra = {"union": round(union(made, q, k), 2), "mib": peak(mine, q, k, v), "peer_mib": peak(peer, q, k, v)}
+        add(rows, "forward+backward", law, tokens, 1, times[0], "sdpa-cudnn", times[1], None, **extra)
+        del weight, mine, peer
 
 
 def decode(rows: Rows, law: Any, trusted: bool) -> None:
@@ -173,7 +232,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for the CSV")
     parser.add_argument("--far", type=int, default=128, help="blocks that a query chooses")
     parser.add_argument("--lengths", default=",".join(map(str, PREFILL)), help="tokens of prompts")
-    parser.add_argument("--parts", default="decode,prefill")
+    parser.add_argument("--trained", default=",".join(map(str, TRAIN)), help="tokens of texts that are trained on")
+    parser.add_argument("--parts", default="decode,prefill,train")
     given = parser.parse_args()
     torch.manual_seed(0)
     law = make_law("3d-rpe", **MODEL, **OWN, far=given.far)
@@ -183,6 +243,8 @@ def main() -> None:
             if part == "decode":
                 decode(rows, law, False)
                 decode(rows, law, True)
+            elif part == "train":
+                train(rows, law, [int(n) for n in given.trained.split(",")])
             else:
                 prefill(rows, law, [int(n) for n in given.lengths.split(",")])
             torch.cuda.empty_cache()

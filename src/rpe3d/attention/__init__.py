@@ -47,12 +47,12 @@ def attention(
     """Return causal attention under a law: the output [b, h, t, e] and the log-sum-exp [b, h, t] of every row.
 
     Positions are ranges or integers [t] or [b, t], rising; without them the keys are 0 .. s - 1 and the queries the
-    last of them. A mask is False at padding, on either side. `scale` defaults to 1 / sqrt(d); `softcap` bends scores
-    by tanh; `sinks` is one logit per head that joins the denominator. With `rotated` q and k have been rotated by the
-    model's own RoPE, as a Hugging Face cache holds them. impl: "auto", "reference", "blocked", or forward only
-    "prefill", "decode" and "chosen"; `explain` says what "auto" would take, and why. backend: the library behind
-    "blocked". memory: of the cache that holds these keys, where queries choose their far keys: what a decoding step
-    finds out about a block, the next need not.
+    last of them. A mask is False at padding, on either side. `scale` defaults to 1 / sqrt(d); `softcap` bends scores by
+    tanh; `sinks` is one logit per head that joins the denominator. With `rotated` q and k have been rotated by the
+    model's own RoPE, as a Hugging Face cache holds them. impl: "auto", "reference", "blocked", "chosen" (gradients on a
+    GPU alone), or forward only "prefill" and "decode"; `explain` says what "auto" would take, and why. backend: the
+    library behind "blocked". memory: of the cache that holds these keys, where queries choose their far keys: what a
+    decoding step finds out about a block, the next need not.
     """
     given: dict[str, Any] = {
         "query_positions": query_positions,

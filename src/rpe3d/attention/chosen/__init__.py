@@ -203,11 +203,13 @@ class Kernels:
             )  # fmt: skip
         return unions
 
-    def _stretches(self, queries: range, heads: int, more: int = 0, room: int = LISTS) -> list[range]:
+    def _stretches(self, queries: range, heads: int, more: int = 0, room: int | None = None) -> list[range]:
         """Cut the positions of queries that have something to choose into whole tiles, as many as have room.
 
-        more: bytes for each tile and key head, beside the list of what it has chosen.
+        more: bytes for each tile and key head, beside the list of what it has chosen. room: bytes of all, LISTS unless
+        given.
         """
+        room = LISTS if room is None else room
         tile, choice = self.selection.tile, self.selection.choice
         start = max(queries.start, (self.selection.near + 1) * self.region.unit) // tile * tile
         stop = -(-queries.stop // tile) * tile
