@@ -105,7 +105,8 @@ def union(made: chosen.Kernels, q: Tensor, k: Tensor) -> float:
     last = made._pieces(last, GROUPS)[-1]
     unions = selection.room(q.shape[0], GROUPS, last, q.device)
     found = selection.summaries(k, selection.choosable(q.shape[2] - 1))
-    selection.unite(unions, q, k, *found, last, first=last.start, start=0)
+    aims = selection.aims(q, k, found[1], last, start=0)
+    selection.unite(unions, aims, found[0], last, first=last.start, there=range(q.shape[2]))
     return float(unions.counts.double().mean()) / selection.choice.most
 
 

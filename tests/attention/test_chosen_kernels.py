@@ -45,8 +45,9 @@ def picked(x, made):
     found = torch.zeros(x.q.shape[0], x.k.shape[1], x.q.shape[2], blocks, dtype=torch.bool)
     for some in made._stretches(span.queries, x.k.shape[1]):
         unions = selection.room(*x.k.shape[:2], some, x.q.device)
+        aims = selection.aims(x.q, x.k, centre, some, start=span.queries.start)
         for piece in made._pieces(some, x.k.shape[1]):
-            selection.unite(unions, x.q, x.k, summaries, centre, piece, first=some.start, start=span.queries.start)
+            selection.unite(unions, aims, summaries, piece, first=some.start, there=span.queries)
         for b, g, tile in torch.cartesian_prod(*(torch.arange(n) for n in unions.counts.shape)).tolist():
             for entry in range(int(unions.counts[b, g, tile])):
                 word = int(unions.bits[b, g, tile, entry])
@@ -90,6 +91,27 @@ def test_the_first_blocks_are_always_chosen(first, device):
     assert_chosen_alike(x, found)
     assert found[..., : 2 if first == 128 else 1].all()
     assert not found[..., 1].all() or first == 128
+
+
+@pytest.mark.parametrize("far", [1, 3, 11])
+@pytest.mark.parametrize("block", [4, 8, 16])
+def test_they_find_the_best_blocks_among_those_of_the_best_groups(block, far, device):
+    """Eight, four or two blocks to a group, and more groups than a query chooses blocks."""
+    x = problem(law_for(far, block=block), device, dtype=torch.float32, t=40, s=901)
+    found = picked(x, chosen.Kernels(x))
+    assert found.shape[3] // min(8, 32 // block) > far
+    assert_chosen_alike(x, found)
+
+
+@pytest.mark.parametrize("far", [1, 7, 40])
+def test_of_blocks_that_score_alike_the_nearer_are_chosen(far, device):
+    """Keys of zeros score alike; of the others some are in every group, in one alone, or there are none."""
+    x = problem(law_for(far, block=4), device, dtype=torch.float32, t=40, s=901)
+    for some in (slice(0, 0), slice(300, 304), slice(3, 901, 32), slice(100, 600, 7)):
+        k = torch.zeros_like(x.k)
+        k[:, :, some] = x.k[:, :, some]
+        y = replace(x, k=k)
+        assert_chosen_alike(y, picked(y, chosen.Kernels(y)))
 
 
 class Given(Chooser):

@@ -56,7 +56,8 @@ selection = select.Selection(law, 16, x.q.device)
 queries = range(96, 400)
 unions = selection.room(1, 2, queries, x.q.device)
 found = selection.summaries(x.k, selection.choosable(399))
-selection.unite(unions, x.q, x.k, *found, queries, first=96, start=0)
+aims = selection.aims(x.q, x.k, found[1], queries, start=0)
+selection.unite(unions, aims, found[0], queries, first=96, there=range(x.q.shape[2]))
 far.attend(selection, unions, x.q, x.k, x.v, x.q.clone(), torch.zeros(1, 4, 400), first=96, query_start=0, scale=0.1)
 some = x.q, x.k, x.v, x.q, torch.zeros(1, 4, 400), torch.zeros(1, 4, 400)
 backward.for_queries(selection, unions, *some, first=96, scale=0.1)
@@ -99,6 +100,6 @@ def test_the_decoding_kernels_compile_for_a_gpu():
 
 def test_the_kernels_of_a_choice_compile_for_a_gpu():
     """A variable that changes its type, or two returns of which one does not fit, the interpreter does not mind."""
-    kernels = {"_aim", "_score", "_choose", "_attend", "_means", "_aims", "_levels", "_cuts", "_unions", "_far"}
+    kernels = {"_aim", "_score", "_choose", "_attend", "_means", "_aims", "_levels", "_marks", "_unions", "_far"}
     gradient = {"_queries", "_words", "_lists", "_keys"}
     assert set(compiled(COMPILE)) == kernels | gradient

@@ -29,12 +29,16 @@ from rpe3d.rotation.table import Tables
 if TYPE_CHECKING:
     from rpe3d.attention.chosen.select import Unions
 
-LEVELS = 2**27
-"""Bytes of scores at a time."""
+LEVELS = 2**25
+"""Bytes of scores at a time: as many as stay in a GPU's cache until they have been searched."""
 LISTS = 2**26
 """Bytes of what tiles of queries have chosen, at a time: more rows than have room for their scores."""
 TURNED = 2**26
 """Bytes of turned far keys at a time, but those of one head at least."""
+SHARE = 16
+"""Each of the three is at most this part of the queries' own bytes, so that short prompts too need little more memory;
+but `LEAST` bytes are always had."""
+LEAST = 2**22
 WIDEST = 256
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _HAS_TRITON = find_spec("triton") is not None
@@ -140,6 +144,8 @@ class Kernels:
         tile = far.tile(x.q.shape[1] // x.k.shape[1]) if tile is None else tile
         self.selection = select.Selection(x.law, tile, x.q.device)
         self.tables = Tables()
+        share = max(LEAST, x.q.numel() * x.q.element_size() // SHARE)
+        self.levels, self.lists, self.turned = (min(most, share) for most in (LEVELS, LISTS, TURNED))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the output and the log-sum-exp."""
@@ -181,7 +187,7 @@ class Kernels:
             return
         b, h, g = q.shape[0], q.shape[1], k.shape[1]
         far_keys = range(blocks * self.selection.choice.size)
-        step = max(1, TURNED // (b * len(far_keys) * k.shape[3] * k.element_size()))
+        step = max(1, self.turned // (b * len(far_keys) * k.shape[3] * k.element_size()))
         for start in range(0, g, step):
             keys = slice(start, start + step)
             heads = slice(start * (h // g), (start + step) * (h // g))
@@ -196,20 +202,18 @@ class Kernels:
         """Return what the queries at some positions choose, tile by tile."""
         heads = q.shape[0] * few.k.shape[1]
         unions = self.selection.room(q.shape[0], few.k.shape[1], some_queries, q.device)
+        aims = self.selection.aims(q[:, few.heads], few.k, few.centre, some_queries, start=span.queries.start)
         for piece in self._pieces(some_queries, heads):
-            self.selection.unite(
-                unions, q[:, few.heads], few.k, few.summaries, few.centre, piece,
-                first=some_queries.start, start=span.queries.start,
-            )  # fmt: skip
+            self.selection.unite(unions, aims, few.summaries, piece, first=some_queries.start, there=span.queries)
         return unions
 
     def _stretches(self, queries: range, heads: int, more: int = 0, room: int | None = None) -> list[range]:
         """Cut the positions of queries that have something to choose into whole tiles, as many as have room.
 
-        more: bytes for each tile and key head, beside the list of what it has chosen. room: bytes of all, LISTS unless
-        given.
+        more: bytes for each tile and key head, beside the list of what it has chosen. room: bytes of all; `lists` if
+        not given.
         """
-        room = LISTS if room is None else room
+        room = self.lists if room is None else room
         tile, choice = self.selection.tile, self.selection.choice
         start = max(queries.start, (self.selection.near + 1) * self.region.unit) // tile * tile
         stop = -(-queries.stop // tile) * tile
@@ -219,7 +223,7 @@ class Kernels:
     def _pieces(self, queries: range, heads: int) -> list[range]:
         """Cut positions into whole tiles, as many as have room for their scores."""
         tile = self.selection.tile
-        rows = LEVELS // (2 * heads * max(1, self.selection.choosable(queries[-1])))
+        rows = self.levels // (2 * heads * max(1, self.selection.choosable(queries[-1])))
         return _cut(queries, max(tile, rows // tile * tile))
 
 

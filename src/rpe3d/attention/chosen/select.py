@@ -3,21 +3,27 @@
 
     means   the mean key of every block, bare of its position
     aims    what every query looks for
-    levels  scores of all blocks for all queries, one product on tensor cores, as 16-bit multiples of `Choice.STEP`
-    cuts    of every row the level and the block from which on it chooses: bisection, so that no row is sorted
-    unions  of every tile of queries the blocks that any of them chooses, and a bit for each that does
+    levels  scores of all blocks for all queries, one product on tensor cores, as 16-bit multiples of `Choice.STEP`; and
+            the highest of every few blocks that lie together, its top
+    marks   a bit for every query and every block that it chooses: bisection, so that no row is sorted
+    unions  of every tile of queries the blocks that any of them chooses, and the bits of those that do
 
 A tile of queries lies within a chunk, so all of them may choose from the same blocks.
+
+Most levels of a row are never looked at. Let blocks be ordered by level, and of level ones by place. Then the `most`
+best blocks lie in the `most` groups with the best tops: these tops are as many blocks, so whatever is better than the
+last of them is in one of these groups.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple, no_type_check
 
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import BFloat16, Float32, Float64, Int16, Int32
+from jaxtyping import BFloat16, Float32, Float64, Int32
 from torch import Tensor
 
 from rpe3d.attention.chooser import ALIKE, direction
@@ -30,8 +36,12 @@ from rpe3d.rotation.launch import Launcher
 HIGHEST = tl.constexpr(32767)  # of a level: the first blocks, and what is not a number
 LOWEST = tl.constexpr(-32768)
 _ALIKE = tl.constexpr(ALIKE)
+TOGETHER = 8
+"""Blocks of which the highest level is kept, or as many as divide those of a chunk."""
+PER_WARP = 512
+"""Levels that a warp searches."""
 WIDEST = 16384
-"""Levels of a row that `cuts` keeps in registers; of longer rows it reads them anew in every step."""
+"""Levels of a row that are kept in registers; of longer rows they are read anew in every step of a search."""
 
 
 @triton.jit
@@ -209,14 +219,17 @@ def _choosable(p, chunk, near, per_chunk):
     return tl.maximum(p // chunk - near, 0) * per_chunk
 
 
-@triton.jit(do_not_specialize=["first", "rows", "blocks"])
+@triton.jit(do_not_specialize=["first", "rows", "blocks", "all_rows", "row_start"])
 @no_type_check
 def _levels_kernel(
-    aims, summaries, levels, first, rows, blocks, stride, chunk, near, per_chunk, all_blocks,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, ALWAYS: tl.constexpr, INVERSE_STEP: tl.constexpr,
+    aims, summaries, levels, tops, first, rows, blocks, stride, chunk, near, per_chunk, all_rows, row_start, all_blocks,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, ALWAYS: tl.constexpr, INVERSE_STEP: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Compute the levels of BLOCK_N blocks for BLOCK_M rows; nothing where none of these may choose any of those."""
+    """Compute the levels of BLOCK_N blocks for BLOCK_M rows, and the highest of every GROUP of blocks.
+
+    Nothing is written where none of these rows may choose any of those blocks. Row 0 is row `row_start` of the aims.
+    """
     across = tl.cdiv(blocks, BLOCK_N)
     row = tl.program_id(0) // across * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(0) % across * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -224,7 +237,7 @@ def _levels_kernel(
     if tl.min(n, 0) < _choosable(last, chunk, near, per_chunk):
         head = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
         d = tl.arange(0, WIDTH)[None, :]
-        place = aims + (head * rows + row).to(tl.int64)[:, None] * DIM + d
+        place = aims + (head * all_rows + row_start + row).to(tl.int64)[:, None] * DIM + d
         aim = tl.load(place, mask=(row < rows)[:, None] & (d < DIM), other=0.0)
         place = summaries + (head * all_blocks + n).to(tl.int64)[:, None] * DIM + d
         summary = tl.load(place, mask=(n < blocks)[:, None] & (d < DIM), other=0.0)
@@ -232,6 +245,11 @@ def _levels_kernel(
         level = _level(score, (n < ALWAYS)[None, :], INVERSE_STEP)
         place = levels + (head * rows + row).to(tl.int64)[:, None] * stride + n[None, :]
         tl.store(place, level, mask=(row < rows)[:, None])  # a row has room for whole tiles
+        if GROUP > 1:
+            top = tl.max(tl.reshape(level.to(tl.int32), [BLOCK_M, BLOCK_N // GROUP, GROUP]), 2).to(tl.int16)
+            m = tl.program_id(0) % across * (BLOCK_N // GROUP) + tl.arange(0, BLOCK_N // GROUP)
+            highest = tops + (head * rows + row).to(tl.int64)[:, None] * (stride // GROUP) + m[None, :]
+            tl.store(highest, top, mask=(row < rows)[:, None])
 
 
 @triton.jit
@@ -274,12 +292,13 @@ def _tail(level, n, can, most, ACROSS: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _search(levels, can, most, ROWS: tl.constexpr, ACROSS: tl.constexpr, TILES: tl.constexpr):
+def _cut(level, levels, can, most, ROWS: tl.constexpr, ACROSS: tl.constexpr, TILES: tl.constexpr):
     """Of every row the lowest level that it chooses, and the first block that it chooses of those at that level.
 
     A row chooses `most` blocks of the first `can`: those above the level, and of those at it the last ones. One that
     has no more to choose from takes all: a level below all. The level is searched for between one that too few blocks
     have and one that enough have, by interpolating the logarithm of their number, and by halving every third time.
+    `level` holds those of the first ACROSS blocks; where there are more TILES of them, others are read anew each time.
     """
     searches = can > most
     low = tl.full([ROWS], LOWEST - 1, tl.int32)
@@ -287,7 +306,6 @@ def _search(levels, can, most, ROWS: tl.constexpr, ACROSS: tl.constexpr, TILES: 
     if tl.max(can) > most:
         tiles = tl.cdiv(tl.max(can), ACROSS)
         n = tl.arange(0, ACROSS)[None, :]
-        level = _row_levels(levels, n, can[:, None])
         # The first blocks alone have the highest level, and what is not a number.
         count = _count(level, levels, n, can[:, None], tl.full([ROWS], HIGHEST, tl.int32), tiles, ACROSS, TILES)
         flooded = count >= most
@@ -328,27 +346,76 @@ def _search(levels, can, most, ROWS: tl.constexpr, ACROSS: tl.constexpr, TILES: 
     return tl.where(searches, low, LOWEST - 1), tl.where(searches, begin, 0)
 
 
-@triton.jit(do_not_specialize=["first", "rows"])
+@triton.jit
 @no_type_check
-def _cuts_kernel(
-    levels, cuts, first, rows, stride, most, chunk, near, per_chunk,
-    ROWS: tl.constexpr, ACROSS: tl.constexpr, TILES: tl.constexpr,
+def _search(levels, can, most, ROWS: tl.constexpr, ACROSS: tl.constexpr, TILES: tl.constexpr):
+    """Load the levels of rows and return their `_cut`."""
+    level = _row_levels(levels, tl.arange(0, ACROSS)[None, :], can[:, None])
+    return _cut(level, levels, can, most, ROWS, ACROSS, TILES)
+
+
+@triton.jit
+@no_type_check
+def _above(level, n, can, low, begin):
+    """Say which of the blocks n of rows lie within a cut."""
+    return (n < can[:, None]) & ((level > low[:, None]) | ((level == low[:, None]) & (n >= begin[:, None])))
+
+
+@triton.jit(do_not_specialize=["first", "rows", "query_start", "end"])
+@no_type_check
+def _marks_kernel(
+    levels, tops, groups, words, first, rows, stride, query_start, end, most, chunk, near, per_chunk,
+    TILE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, ACROSS: tl.constexpr, TILES: tl.constexpr,
+    ROOM: tl.constexpr,
 ):  # fmt: skip
-    """Compute ROWS rows per program: `_search`."""
+    """Mark the blocks that ROWS rows choose: bit r of a tile's word of a block where its row r chooses it.
+
+    A row with more than `most` groups looks at those with the best tops alone, whose numbers it keeps in `groups`.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     head = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    can = tl.where(row < rows, _choosable(first + row, chunk, near, per_chunk), 0)
-    low, begin = _search(levels + (head * rows + row).to(tl.int64)[:, None] * stride, can, most, ROWS, ACROSS, TILES)
-    place = cuts + (head * rows + row) * 2
-    tl.store(place, low, mask=row < rows)
-    tl.store(place + 1, begin, mask=row < rows)
+    p = first + row
+    live = (row < rows) & (p >= query_start) & (p < end)
+    can = tl.where(live, _choosable(p, chunk, near, per_chunk), 0)
+    at = (head * rows + row).to(tl.int64)
+    levels += at[:, None] * stride
+    words += (head * tl.cdiv(rows, TILE) + row // TILE)[:, None] * stride
+    bit = (tl.full([ROWS], 1, tl.int64) << (row % TILE)).to(tl.int32)[:, None]
+    if GROUP == 1:
+        n = tl.arange(0, ACROSS)[None, :]
+        low, begin = _search(levels, can, most, ROWS, ACROSS, TILES)
+        for start in range(0, tl.max(can), ACROSS):
+            level = _row_levels(levels, start + n, can[:, None])
+            some = _above(level, start + n, can, low, begin)
+            tl.atomic_or(words + start + n, tl.broadcast_to(bit, some.shape), mask=some, sem="relaxed")
+    else:
+        n = tl.arange(0, ACROSS)[None, :]
+        tops += at[:, None] * (stride // GROUP)
+        groups += at[:, None] * ROOM
+        whole = can // GROUP
+        low, begin = _search(tops, whole, most, ROWS, ACROSS, TILES)
+        count = tl.zeros([ROWS], tl.int32)
+        for start in range(0, tl.max(whole), ACROSS):
+            some = _above(_row_levels(tops, start + n, whole[:, None]), start + n, whole, low, begin).to(tl.int32)
+            place = count[:, None] + tl.cumsum(some, 1) - some
+            tl.store(groups + place, tl.broadcast_to(start + n, some.shape), mask=some != 0)
+            count += tl.sum(some, 1)
+        tl.debug_barrier()  # what other threads have written is read now
+        n = tl.arange(0, ROOM * GROUP)[None, :]
+        can = count * GROUP
+        group = tl.load(groups + n // GROUP, mask=n < can[:, None], other=0)
+        block = group * GROUP + n % GROUP
+        level = tl.load(levels + block, mask=n < can[:, None], other=0).to(tl.int32)
+        level = tl.where(n < can[:, None], level, LOWEST - 1)
+        low, begin = _cut(level, levels, can, most, ROWS, ROOM * GROUP, 1)
+        some = _above(level, n, can, low, begin)
+        tl.atomic_or(words + block, tl.broadcast_to(bit, some.shape), mask=some, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["first", "rows", "query_start", "end", "tiles", "first_tile", "room"])
+@triton.jit(do_not_specialize=["first", "tiles", "first_tile", "room"])
 @no_type_check
 def _unions_kernel(
-    levels, cuts, picked, bits, counts, first, rows, stride, query_start, end, chunk, near, per_chunk,
-    tiles, first_tile, room,
+    words, picked, bits, counts, first, stride, chunk, near, per_chunk, tiles, first_tile, room,
     TILE: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
     """Compute TILE queries per program: the blocks that any of them chooses, in order, with bit r where row r does.
@@ -356,34 +423,25 @@ def _unions_kernel(
     They are written as tile `first_tile` and those after it, of `tiles` that there are.
     """
     tile = tl.program_id(0)
-    row = tile * TILE + tl.arange(0, TILE)
     head = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    p = first + row
-    live = (row < rows) & (p >= query_start) & (p < end)
     can = _choosable(first + tile * TILE, chunk, near, per_chunk)  # the same for all, since a tile lies in a chunk
-    at = (head * rows + row).to(tl.int64)
-    low = tl.load(cuts + at * 2, mask=live, other=HIGHEST + 1)[:, None]
-    begin = tl.load(cuts + at * 2 + 1, mask=live, other=0)[:, None]
-    levels += at[:, None] * stride
+    words += (head * tl.num_programs(0) + tile) * stride
     place = head * tiles + first_tile + tile
     list = place * room
-    bit = (1 << tl.arange(0, TILE).to(tl.int64))[:, None]
     count = tl.zeros([], tl.int32)
     for start in range(0, can, ACROSS):
-        n = start + tl.arange(0, ACROSS)[None, :]
-        level = _row_levels(levels, n, tl.where(live, can, 0)[:, None])
-        chosen = live[:, None] & (n < can) & ((level > low) | ((level == low) & (n >= begin)))
-        word = tl.sum(tl.where(chosen, bit, 0), 0)
+        n = start + tl.arange(0, ACROSS)
+        word = tl.load(words + n, mask=n < can, other=0)
         some = (word != 0).to(tl.int32)
         entry = list + count + tl.cumsum(some, 0) - some
-        tl.store(picked + entry, start + tl.arange(0, ACROSS), mask=some != 0)
-        tl.store(bits + entry, word.to(tl.int32), mask=some != 0)
+        tl.store(picked + entry, n, mask=some != 0)
+        tl.store(bits + entry, word, mask=some != 0)
         count += tl.sum(some, 0)
     tl.store(counts + place, count)
 
 
 _means, _aims, _levels = Launcher(_means_kernel), Launcher(_aims_kernel), Launcher(_levels_kernel)
-_cuts, _unions = Launcher(_cuts_kernel), Launcher(_unions_kernel)
+_marks, _unions = Launcher(_marks_kernel), Launcher(_unions_kernel)
 INTERPRETED = _means.interpreted
 
 
@@ -473,71 +531,78 @@ class Selection:
         picked, bits = (torch.empty(b, g, tiles, most, dtype=torch.int32, device=device) for _ in range(2))
         return Unions(picked, bits, torch.empty(b, g, tiles, dtype=torch.int32, device=device))
 
+    def aims(
+        self, q: Tensor, k: Tensor, centre: Tensor, queries: range, *, start: int
+    ) -> BFloat16[Tensor, "b g rows d"]:
+        """Return what the queries at some positions look for; the first query of q stands at `start`.
+
+        The positions may reach over the ends of q: what has no query looks for nothing.
+        """
+        (b, h, t, d), g = q.shape, k.shape[1]
+        aims = torch.empty(b, g, len(queries), d, dtype=torch.bfloat16, device=q.device)
+        _aims(
+            q.device,
+            (_cdiv(len(queries), 64), g, b),
+            (
+                q, k, centre, aims, self.table, 1 / self.law.attention_scaling, queries.start, len(queries), start + t,
+                start, self.choice.decay, self.choice.query, *q.stride()[:3], *k.stride()[:3],
+            ),
+            {"GROUP": h // g, "RECENT": self.choice.recent, **self.vectors(d), "BLOCK_M": 64, "WIDEN": INTERPRETED},
+            {"num_warps": 8},
+        )  # fmt: skip
+        return aims
+
     def unite(
-        self,
-        unions: Unions,
-        q: Tensor,
-        k: Tensor,
-        summaries: Tensor,
-        centre: Tensor,
-        queries: range,
-        *,
-        first: int,
-        start: int,
+        self, unions: Unions, aims: Tensor, summaries: Tensor, queries: range, *, first: int, there: range
     ) -> None:
         """Write what the queries at some positions choose into `unions`, whose first tile begins at `first`.
 
-        The first query of q stands at `start`. The positions are of whole tiles, and may reach over the ends of q: what
-        has no query chooses nothing.
+        The aims are those of all queries from `first` on. The positions are of whole tiles, and may reach over those
+        where there are queries, `there`: what has no query chooses nothing.
         """
-        (b, h, t, d), g, rows = q.shape, k.shape[1], len(queries)
-        choice, blocks, end = self.choice, self.choosable(queries[-1]), start + t
-        aims = torch.empty(b, g, rows, d, dtype=torch.bfloat16, device=q.device)
-        _aims(
-            q.device,
-            (_cdiv(rows, 64), g, b),
-            (
-                q, k, centre, aims, self.table, 1 / self.law.attention_scaling, queries.start, rows, end, start,
-                choice.decay, choice.query, *q.stride()[:3], *k.stride()[:3],
-            ),
-            {"GROUP": h // g, "RECENT": choice.recent, **self.vectors(d), "BLOCK_M": 64, "WIDEN": INTERPRETED},
-            {"num_warps": 8},
-        )  # fmt: skip
+        (b, g, all_rows, d), rows, device = aims.shape, len(queries), aims.device
+        choice, blocks, tile = self.choice, self.choosable(queries[-1]), self.tile
+        group = math.gcd(TOGETHER, self._per_chunk)
         stride = _cdiv(blocks, 128) * 128
-        levels = torch.empty(b, g, rows, stride, dtype=torch.int16, device=q.device)
+        levels = torch.empty(b, g, rows, stride, dtype=torch.int16, device=device)
+        tops = torch.empty(b, g, rows, stride // group, dtype=torch.int16, device=device)
         _levels(
-            q.device,
+            device,
             (_cdiv(rows, 128) * _cdiv(blocks, 128), g, b),
-            (aims, summaries, levels, queries.start, rows, blocks, stride, *self._bands, summaries.shape[2]),
+            (
+                aims, summaries, levels, tops, queries.start, rows, blocks, stride, *self._bands, all_rows,
+                queries.start - first, summaries.shape[2],
+            ),
             {
                 "DIM": d, "WIDTH": max(16, _power(d)), "ALWAYS": choice.always, "INVERSE_STEP": 1 / choice.STEP,
-                "BLOCK_M": 128, "BLOCK_N": 128, "WIDEN": INTERPRETED,
+                "GROUP": group, "BLOCK_M": 128, "BLOCK_N": 128, "WIDEN": INTERPRETED,
             },
             {"num_warps": 8},
         )  # fmt: skip
-        cuts = self._cut(levels, queries.start, blocks)
-        _, _, tiles, room = unions.picked.shape
-        _unions(
-            q.device,
-            (_cdiv(rows, self.tile), g, b),
-            (
-                levels, cuts, *unions, queries.start, rows, stride, start, end, *self._bands,
-                tiles, (queries.start - first) // self.tile, room,
-            ),
-            {"TILE": self.tile, "ACROSS": 1024},
-            {"num_warps": 4},
-        )  # fmt: skip
-
-    def _cut(self, levels: Int16[Tensor, "b g rows m"], first: int, blocks: int) -> Int32[Tensor, "b g rows 2"]:
-        b, g, rows, stride = levels.shape
-        cuts = torch.empty(b, g, rows, 2, dtype=torch.int32, device=levels.device)
-        across = min(WIDEST, max(128, _power(blocks)))
-        each = max(1, (8192 if INTERPRETED else 2048) // across)
-        _cuts(
-            levels.device,
+        words = torch.zeros(b, g, _cdiv(rows, tile), stride, dtype=torch.int32, device=device)
+        room = _power(min(choice.most, blocks // group))
+        across = min(WIDEST, max(128, _power(blocks // group)))
+        widest = max(across, room * group)
+        each = max(1, (8192 if INTERPRETED else 1024) // widest)
+        groups = torch.empty(b, g, rows, room, dtype=torch.int32, device=device)
+        _marks(
+            device,
             (_cdiv(rows, each), g, b),
-            (levels, cuts, first, rows, stride, self.choice.most, *self._bands),
-            {"ROWS": each, "ACROSS": across, "TILES": _cdiv(blocks, across)},
-            {"num_warps": max(1, min(8, across * each // 2048))},
+            (
+                levels, tops, groups, words, queries.start, rows, stride, there.start, there.stop, choice.most,
+                *self._bands,
+            ),
+            {
+                "TILE": tile, "GROUP": group, "ROWS": each, "ACROSS": across, "TILES": _cdiv(blocks // group, across),
+                "ROOM": room,
+            },
+            {"num_warps": max(1, min(8, widest * each // PER_WARP))},
+        )  # fmt: skip
+        _, _, tiles, most = unions.picked.shape
+        _unions(
+            device,
+            (_cdiv(rows, tile), g, b),
+            (words, *unions, queries.start, stride, *self._bands, tiles, (queries.start - first) // tile, most),
+            {"TILE": tile, "ACROSS": 1024},
+            {"num_warps": 4},
         )
-        return cuts
