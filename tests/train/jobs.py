@@ -16,6 +16,7 @@ import shutil
 import signal
 import socket
 import sys
+from importlib import import_module
 from itertools import islice
 from pathlib import Path
 
@@ -26,6 +27,9 @@ from rpe3d.train import OutOfTime, Settings, folder, run, sound, train
 from rpe3d.train.attention import TrainingAttention, training_attention
 from rpe3d.train.trainer import LawTrainer
 from rpe3d.train.ulysses import sequence_parallel
+
+LATER = ("accelerate.commands.launch", "matplotlib.figure", "matplotlib.backends.backend_agg")
+"""What a run imports when it needs it, here once for all of them."""
 
 
 def killed_at(owner, name, count):
@@ -207,10 +211,9 @@ def sharded():
 
 
 def main():
-    """The jobs of the command line, or those that come line by line: each is answered with its exit codes."""
-    if len(sys.argv) > 1:
-        print(json.dumps([done(job) for job in json.loads(sys.argv[1])]))
-        return
+    """Jobs come line by line; each is answered with its exit codes."""
+    for name in LATER:
+        import_module(name)
     for line in sys.stdin:
         print(json.dumps(done(json.loads(line))), flush=True)
 
