@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -33,6 +34,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--fuzz", type=int, default=1, help="How many times as many random cases as usual the fuzzers draw"
     )
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: whoever collects garbage, as every training run does, need not look through it."""
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or extension modules complain of leaks at the exit
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ Or {"check": "ulysses" or "sharded", "processes": 2}, or {"copy": [from, to]}.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -214,6 +215,7 @@ def main():
     """Jobs come line by line; each is answered with its exit codes."""
     for name in LATER:
         import_module(name)
+    gc.freeze()  # a run collects garbage: not all of what was imported, again and again
     for line in sys.stdin:
         print(json.dumps(done(json.loads(line))), flush=True)
 
