@@ -36,6 +36,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+# Files of half a minute and more, the longest first: two processes that share the files then end together. Those of the
+# default model do not stand side by side, since one would wait until the other has converted it.
+LONG = (
+    "models/test_default.py", "attention/test_prefill.py", "models/test_extend.py", "attention/test_chosen_kernels.py",
+    "train/test_run.py", "attention/test_paged_kernel.py", "attention/test_decode.py", "cli/test_eval.py",
+    "attention/test_compile.py", "train/test_processes.py", "evaluate/test_row.py", "evaluate/test_longppl.py",
+    "train/test_finetune_benchmark.py", "test_examples.py", "rotation/test_rotate.py", "attention/test_attention.py",
+    "train/test_fsdp.py", "tools/test_choosing_benchmark.py", "evaluate/test_report.py", "cli/test_compare.py",
+    "cli/test_demo.py",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first, where several processes share them (`--no-loadscope-reorder`, or xdist sorts by count)."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        places = {Path(__file__).parent / name: place for place, name in enumerate(LONG)}
+        items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
 def pytest_collection_finish() -> None:
     """What was imported stays: whoever collects garbage, as every training run does, need not look through it."""
     gc.freeze()
