@@ -11,7 +11,7 @@ import torch
 
 import rpe3d
 import tiny_lm
-from launched import launched
+from launched import forked
 from rpe3d.cli import main
 from rpe3d.config import ConfigError
 from rpe3d.evaluate import Settings, Text, Tokens, compare
@@ -263,7 +263,7 @@ def test_two_processes_find_the_key_tokens_of_one(tmp_path):
     verb += ["--measures", "longppl", "--windows", "3", "--json"]
     argv = {n: [*verb, tmp_path / f"{n}.json", "--keys", tmp_path / f"{n}.keys"] for n in (1, 2)}
     assert main([*map(str, argv[1])]) == 0
-    codes, said = launched(2, *argv[2])
+    ((codes, said),) = forked((2, *argv[2]))
     assert codes == [0, 0], said
     found = []
     for count in argv:
