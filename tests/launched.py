@@ -51,7 +51,9 @@ def _fork(port, count, *argv):
             os.environ |= shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             os.dup2(file.fileno(), 2)
-            sys.exit(cli.main(list(argv)))
+            code = cli.main(list(argv))
+            gc.unfreeze()  # or extension modules complain of leaks at the exit
+            sys.exit(code)
         children.append(child)
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     for file in files:
