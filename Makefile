@@ -53,7 +53,7 @@ demo: $(READY)
 WORKERS ?= 2
 
 test: $(READY)
-	$(if $(filter-out 0,$(WORKERS)),OMP_NUM_THREADS=1) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	$(if $(filter-out 0,$(WORKERS)),OMP_NUM_THREADS=1) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # What runs on a GPU where there is one.
 GPU_TESTS := tests/gpu tests/attention tests/rotation tests/models/test_layouts.py tests/models/test_devices.py tests/evaluate/test_origin.py

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -33,6 +34,34 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--fuzz", type=int, default=1, help="How many times as many random cases as usual the fuzzers draw"
     )
+
+
+# Files of half a minute and more, the longest first: two processes that share the files then end together. Those of the
+# default model do not stand side by side, since one would wait until the other has converted it.
+LONG = (
+    "models/test_default.py", "attention/test_prefill.py", "models/test_extend.py", "attention/test_chosen_kernels.py",
+    "train/test_run.py", "attention/test_paged_kernel.py", "attention/test_decode.py", "cli/test_eval.py",
+    "attention/test_compile.py", "train/test_processes.py", "evaluate/test_row.py", "evaluate/test_longppl.py",
+    "train/test_finetune_benchmark.py", "test_examples.py", "rotation/test_rotate.py", "attention/test_attention.py",
+    "train/test_fsdp.py", "tools/test_choosing_benchmark.py", "evaluate/test_report.py", "cli/test_compare.py",
+    "cli/test_demo.py",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first, where several processes share them (`--no-loadscope-reorder`, or xdist sorts by count)."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        places = {Path(__file__).parent / name: place for place, name in enumerate(LONG)}
+        items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: whoever collects garbage, as every training run does, need not look through it."""
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or extension modules complain of leaks at the exit
 
 
 @pytest.fixture

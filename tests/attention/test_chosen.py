@@ -49,6 +49,7 @@ def by_hand(x, b=0):
     h, t, _ = q.shape
     g, s, _ = k.shape
     places, theta = np.arange(s), law.frequencies().numpy()
+    relative = law.relative_position(torch.arange(s)[:, None], torch.arange(s)).numpy()
     out, blocks = np.zeros((h, t, v.shape[2])), {}
     for head in range(h):
         group = head // (h // g)
@@ -75,8 +76,7 @@ def by_hand(x, b=0):
             logs = np.full(s, -np.inf)
             for j in range(p + 1):
                 if j >= first_near or j // BLOCK in picked:
-                    f = float(law.relative_position(p, j))
-                    logs[j] = (mine * np.exp(1j * theta * f) * keys[j].conj()).sum().real * x.scale
+                    logs[j] = (mine * np.exp(1j * theta * relative[p, j]) * keys[j].conj()).sum().real * x.scale
             weights = np.exp(logs - logs.max())
             out[head, row] = weights @ v[group] / weights.sum()
     return torch.from_numpy(out), blocks

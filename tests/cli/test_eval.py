@@ -209,17 +209,18 @@ def test_a_missing_package_says_how_to_install_it(capsys, monkeypatch, module):
     assert (code, said, hint) == (1, f"{module} is not installed", "pip install 'rpe3d[eval]'")
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_two_processes_give_the_rows_and_predictions_of_one(folder, data, tmp_path):
     """The batches are dealt out, and a refusal of the process that writes is everybody's."""
     argv = [folder, "--tasks", "longbench:hotpotqa,passkey", "--data", data]
     argv += ["--length", "1k", "--passkeys", "3", "--device", "cpu", "--json"]
+    assert run(*argv, tmp_path / "1.json") == 0
+    codes, said = launched(2, "eval", *argv, tmp_path / "2.json")
+    assert codes == [0, 0], said
     rows, lines = {}, {}
     for count in (1, 2):
-        file = tmp_path / f"{count}.json"
-        codes, said = launched(count, "eval", *argv, file)
-        assert codes == [0] * count, said
         timed = ("seconds", "samples_per_minute", "predictions")
-        found = json.loads(file.read_text())["rows"]
+        found = json.loads((tmp_path / f"{count}.json").read_text())["rows"]
         rows[count] = [{key: value for key, value in row.items() if key not in timed} for row in found]
         lines[count] = [sorted((tmp_path / row["predictions"]).read_text().splitlines()) for row in found]
     assert rows[1] == rows[2]

@@ -176,7 +176,7 @@ def test_another_type_is_written_where_it_is_asked_for(tmp_path):
 
 
 def test_a_model_of_the_hub_is_copied_out_of_its_cache(tmp_path, monkeypatch):
-    """Files in the cache are links, and there may be more of them than the model needs."""
+    """Files in the cache are links, and there may be more of them than the model needs. The hub is never asked."""
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -190,6 +190,7 @@ def test_a_model_of_the_hub_is_copied_out_of_its_cache(tmp_path, monkeypatch):
     for path in folder.iterdir():
         if path.is_file():
             (snapshot / path.name).symlink_to(path)
+    monkeypatch.setattr("huggingface_hub.file_download.get_hf_file_metadata", lambda *_, **__: pytest.fail("asked"))
     out = extended("me/tiny", tmp_path / "long")
     assert (out / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
     assert not any(path.is_symlink() for path in out.iterdir())

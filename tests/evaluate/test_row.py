@@ -11,7 +11,8 @@ import torch
 
 import rpe3d
 import tiny_lm
-from launched import launched
+from launched import forked
+from rpe3d.cli import main
 from rpe3d.config import ConfigError
 from rpe3d.evaluate import Settings, Text, compare, perplexity, tokenize
 from rpe3d.evaluate.row import NOT_FINITE, OUT_OF_MEMORY
@@ -173,12 +174,11 @@ def test_two_processes_write_the_rows_of_one(tmp_path):
     folder = tiny_lm.save(tmp_path / "model")
     verb = ["compare", folder, "--laws", "rope,3d-rpe", "--lengths", "256,512", "--device", "cpu"]
     verb += ["--windows", "3", "--copies", "2", "--passkeys", "3", "--json"]
-    results = []
-    for count in (1, 2):
-        codes, said = launched(count, *verb, tmp_path / f"{count}.json")
-        assert codes == [0] * count, said
-        results.append(json.loads((tmp_path / f"{count}.json").read_text()))
-    assert untimed(results[0]) == untimed(results[1])
-    codes, said = launched(2, *verb, tmp_path / "2.json", "--seed", "1")
-    assert codes == [1, 1]
-    assert all("holds results of other settings" in words for words in said), said
+    assert main([*map(str, verb), str(tmp_path / "1.json")]) == 0
+    refused = (2, *verb, tmp_path / "2.json", "--seed", "1")
+    (codes, said), (refusals, words) = forked((2, *verb, tmp_path / "2.json"), refused)
+    assert codes == [0, 0], said
+    one, two = (json.loads((tmp_path / f"{count}.json").read_text()) for count in (1, 2))
+    assert untimed(one) == untimed(two)
+    assert refusals == [1, 1]
+    assert all("holds results of other settings" in each for each in words), words

@@ -46,12 +46,14 @@ def test_another_attention_with_a_mask_of_its_own_is_refused(tiny, ids):
 @pytest.mark.parametrize("name", ["sdpa", "eager"])
 def test_continuous_batching_under_another_attention_is_refused(tiny, ids, name):
     """It makes its own masks, and says of ours to use another attention: whoever did got the stock model's tokens."""
-    from transformers import GenerationConfig
+    from transformers import ContinuousBatchingConfig, GenerationConfig
 
     model = rpe3d.extend(tiny(), context=256, **BOUNDED)
     model.set_attn_implementation(name)
     how = GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=96)
-    (answer,) = model.generate_batch([ids[0].tolist()], generation_config=how, progress_bar=False).values()
+    room = ContinuousBatchingConfig(num_blocks=4, max_batch_tokens=256)  # or it takes most of the machine's memory
+    given = {"generation_config": how, "continuous_batching_config": room, "progress_bar": False}
+    (answer,) = model.generate_batch([ids[0].tolist()], **given).values()
     assert "under 3d-rpe" in answer.error
     assert not answer.generated_tokens
 

@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from select import select
 
 import pytest
 
@@ -60,16 +61,36 @@ def asked(model_folder, texts):
 
 
 @pytest.fixture(scope="session")
-def drive():
-    """Runs jobs, one after the other, each in processes of its own; returns their exit codes."""
+def worker(tmp_path_factory):
+    """Runs a job in processes that are forked from one; returns their exit codes and what they said on stderr."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, Path(__file__).parent / "jobs.py"]
+    said = tmp_path_factory.mktemp("jobs") / "stderr"
+    with said.open("w") as errors:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors, "text": True}
+        process = subprocess.Popen(command, env=environment, **pipes)
+
+    def run(job):
+        before = said.stat().st_size
+        process.stdin.write(json.dumps(job) + "\n")
+        process.stdin.flush()
+        ready, *_ = select([process.stdout], [], [], 1800)
+        answer = process.stdout.readline() if ready else ""
+        assert answer, said.read_text()
+        return json.loads(answer), said.read_bytes()[before:].decode()
+
+    with process:
+        yield run
+        process.kill()
+
+
+@pytest.fixture(scope="session")
+def drive(worker):
+    """Runs jobs, one after the other; returns their exit codes and what all of them said on stderr."""
 
     def run(*jobs):
-        here = Path(__file__).parent
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, here / "jobs.py", json.dumps(jobs)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout.splitlines()[-1]), done.stderr
+        done = [worker(job) for job in jobs]
+        return [codes for codes, _ in done], "".join(said for _, said in done)
 
     return run
 

@@ -10,12 +10,14 @@ Or {"check": "ulysses" or "sharded", "processes": 2}, or {"copy": [from, to]}.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
 import signal
 import socket
 import sys
+from importlib import import_module
 from itertools import islice
 from pathlib import Path
 
@@ -26,6 +28,9 @@ from rpe3d.train import OutOfTime, Settings, folder, run, sound, train
 from rpe3d.train.attention import TrainingAttention, training_attention
 from rpe3d.train.trainer import LawTrainer
 from rpe3d.train.ulysses import sequence_parallel
+
+LATER = ("accelerate.commands.launch", "matplotlib.figure", "matplotlib.backends.backend_agg")
+"""What a run imports when it needs it, here once for all of them."""
 
 
 def killed_at(owner, name, count):
@@ -207,10 +212,10 @@ def sharded():
 
 
 def main():
-    """The jobs of the command line, or those that come line by line: each is answered with its exit codes."""
-    if len(sys.argv) > 1:
-        print(json.dumps([done(job) for job in json.loads(sys.argv[1])]))
-        return
+    """Jobs come line by line; each is answered with its exit codes."""
+    for name in LATER:
+        import_module(name)
+    gc.freeze()  # a run collects garbage: not all of what was imported, again and again
     for line in sys.stdin:
         print(json.dumps(done(json.loads(line))), flush=True)
 

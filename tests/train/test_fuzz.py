@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import random
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -42,14 +39,10 @@ RESULT = "adapter/adapter_model.safetensors"
 
 
 class Workshop:
-    """Runs commands in processes that are forked from one, and keeps what undisturbed runs have made."""
+    """Runs commands in processes of their own, and keeps what undisturbed runs have made."""
 
-    def __init__(self, asked, folder):
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, Path(__file__).parent / "jobs.py"]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-        self.process = subprocess.Popen(command, env=environment, **pipes)
-        self.asked, self.folder, self.fresh = asked | SMALL, folder, {}
+    def __init__(self, worker, asked, folder):
+        self.worker, self.asked, self.folder, self.fresh = worker, asked | SMALL, folder, {}
 
     def run(self, world, place, **how):
         """The exit code of a command, and what it said when it refused."""
@@ -59,9 +52,7 @@ class Workshop:
         own = {key: value for key, value in world.items() if key not in ("data", "weights")}
         paths = {"data": [str(place / "data")], "model": str(place / "model")}
         job = {"settings": {**self.asked, **own, **paths}, "out": str(place / "run"), "say": str(said), **how}
-        self.process.stdin.write(json.dumps(job) + "\n")
-        self.process.stdin.flush()
-        (code,) = json.loads(self.process.stdout.readline())
+        (code,), _ = self.worker(job)
         return code, said.read_text() if said.exists() else ""
 
     def lay_out(self, world, place):
@@ -168,10 +159,8 @@ def live(workshop, draw, place):
 
 
 @pytest.fixture(scope="module")
-def workshop(asked, tmp_path_factory):
-    made = Workshop(asked, tmp_path_factory.mktemp("fresh"))
-    with made.process:  # its input ends, and so does it
-        yield made
+def workshop(worker, asked, tmp_path_factory):
+    return Workshop(worker, asked, tmp_path_factory.mktemp("fresh"))
 
 
 def test_a_run_ends_as_if_nothing_had_happened_or_refuses_and_loses_nothing(workshop, tmp_path, request):

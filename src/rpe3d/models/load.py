@@ -167,6 +167,8 @@ def _pretrained(
             hint = "add its tokenizer.json, or load with with_tokenizer=False"
             raise ConfigError(f"{target} has no tokenizer that loads ({first_line(error)})", hint) from error
     auto = AutoModelForImageTextToText if _takes_pictures(config) else AutoModelForCausalLM
+    if "local_files_only" in where:  # transformers looks for an adapter as well, and does not hand this on
+        where["adapter_kwargs"] = {"local_files_only": True}
     model, info = auto.from_pretrained(
         target, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True, **where
     )
