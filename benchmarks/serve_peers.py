@@ -13,6 +13,7 @@ import http.client
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -141,8 +142,9 @@ class Offline:
         line = [sys.executable, "-W", "ignore", str(Path(__file__)), "engine", json.dumps(options)]
         with log.open("w") as words:
             self.process = subprocess.Popen(
-                line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=words, text=True, env=_quiet()
-            )
+                line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=words, text=True, env=_quiet(),
+                start_new_session=True,
+            )  # fmt: skip
         self.pages, self.page = (int(number) for number in self._answer()["blocks"])
 
     def _answer(self) -> dict[str, Any]:
@@ -189,7 +191,9 @@ class Http:
             line += [f"--{option.replace('_', '-')}", *([] if value is True else [said])]
         self.log = log
         with log.open("w") as words:
-            self.process = subprocess.Popen(line, stdout=words, stderr=subprocess.STDOUT, env=_quiet())
+            self.process = subprocess.Popen(
+                line, stdout=words, stderr=subprocess.STDOUT, env=_quiet(), start_new_session=True
+            )
         while True:
             try:
                 urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5).close()
@@ -241,10 +245,12 @@ def _quiet() -> dict[str, str]:
 
 
 def _end(process: subprocess.Popen[Any]) -> None:
+    """Wait for a process that was asked to end; then end it and all that it started."""
     try:
-        process.wait(timeout=60)
+        process.wait(timeout=20)
     except subprocess.TimeoutExpired:
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def from_transformers(model: Model, name: str, prompt: list[int], answer: list[list[Any]]) -> tuple[float, float]:
