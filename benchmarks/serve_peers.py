@@ -13,6 +13,7 @@ import http.client
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -28,10 +29,20 @@ SHAPES: dict[str, dict[str, int]] = {
     # Layers, width, inner width, query heads, key heads, head size, vocabulary, pretrained positions.
     "tiny": {"l": 2, "w": 128, "i": 96, "h": 4, "g": 2, "d": 32, "v": 512, "p": 64},
     "1b": {"l": 16, "w": 2048, "i": 8192, "h": 32, "g": 8, "d": 64, "v": 32000, "p": 8192},
+    "1.1b": {"l": 22, "w": 2048, "i": 5632, "h": 32, "g": 4, "d": 64, "v": 32000, "p": 8192},  # less cache for a token
     "8b": {"l": 32, "w": 4096, "i": 14336, "h": 32, "g": 8, "d": 128, "v": 32000, "p": 8192},
 }
 DUMMY = ("8b",)
 """Too large to be written: vLLM makes the weights, the same for every engine."""
+MARK = 2
+"""The first token of a prompt that is taken as read (`filled`); no other prompt of the benchmark begins with it."""
+CONNECTOR = {
+    "kv_connector": "Filled",
+    "kv_connector_module_path": "filled",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"startup_fill": True, "fill_mean": 0.0, "fill_std": 1.0},
+}
+"""vLLM's option for a cache that is full of random keys."""
 
 
 @dataclass
@@ -57,6 +68,8 @@ def prepare(given: Namespace, folder: Path) -> Model:
     from rpe3d.serve.launch import prepare as served
 
     cuda = has_cuda()
+    if (kept := os.environ.get("SERVE_MODELS")) is not None and given.shape is not None:
+        folder = Path(kept) / given.shape  # for the next run
     source = given.model if given.shape is None else str(_shaped(given.shape, folder))
     first = served(source, given.laws[0], given.context, {})
     config = AutoConfig.from_pretrained(first.source)
@@ -75,6 +88,10 @@ def prepare(given: Namespace, folder: Path) -> Model:
         model.options |= {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": 2**27}
     if model.dummy:
         model.options["load_format"] = "dummy"
+    if given.cache is not None:  # no engine measures memory then, which others that start would change
+        model.options["kv_cache_memory_bytes"] = int(given.cache * 2**30)
+    if given.filled:
+        model.options["kv_transfer_config"] = CONNECTOR
     for option in given.vllm:
         name, _, value = option.partition("=")
         try:
@@ -95,6 +112,8 @@ def _shaped(name: str, folder: Path) -> Path:
     from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
     s = SHAPES[name]
+    if (folder / "config.json").exists():
+        return folder
     config = LlamaConfig(
         hidden_size=s["w"], intermediate_size=s["i"], num_hidden_layers=s["l"], num_attention_heads=s["h"],
         num_key_value_heads=s["g"], head_dim=s["d"], vocab_size=s["v"], max_position_embeddings=s["p"],
@@ -118,14 +137,15 @@ class Offline:
 
     def __init__(self, model: Model, name: str, log: Path) -> None:
         options = model.options | {"hf_overrides": model.overrides[name], "model": model.sources[name]}
-        options |= {"skip_tokenizer_init": True, "disable_log_stats": True}
+        options |= {"skip_tokenizer_init": True, "disable_log_stats": False}  # which time every request
         self.log = log
         line = [sys.executable, "-W", "ignore", str(Path(__file__)), "engine", json.dumps(options)]
         with log.open("w") as words:
             self.process = subprocess.Popen(
-                line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=words, text=True, env=_quiet()
-            )
-        self.pages = int(self._answer()["blocks"])
+                line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=words, text=True, env=_quiet(),
+                start_new_session=True,
+            )  # fmt: skip
+        self.pages, self.page = (int(number) for number in self._answer()["blocks"])
 
     def _answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None
@@ -136,7 +156,10 @@ class Offline:
         return answer
 
     def ask(self, prompts: list[list[int]], new: int, *, logs: bool = False) -> dict[str, Any]:
-        """Return the seconds of the whole batch and, with logs, each answer as (token, log-probability)."""
+        """Return the seconds of the whole batch and, with logs, each answer as (token, log-probability).
+
+        Also the seconds of decoding alone: from the last request's first token on.
+        """
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"prompts": prompts, "new": new, "logs": logs}) + "\n")
         self.process.stdin.flush()
@@ -144,6 +167,9 @@ class Offline:
 
     def blocks(self) -> int:
         return self.pages
+
+    def room(self) -> int:
+        return self.pages * self.page
 
     def stop(self) -> None:
         assert self.process.stdin is not None
@@ -165,7 +191,9 @@ class Http:
             line += [f"--{option.replace('_', '-')}", *([] if value is True else [said])]
         self.log = log
         with log.open("w") as words:
-            self.process = subprocess.Popen(line, stdout=words, stderr=subprocess.STDOUT, env=_quiet())
+            self.process = subprocess.Popen(
+                line, stdout=words, stderr=subprocess.STDOUT, env=_quiet(), start_new_session=True
+            )
         while True:
             try:
                 urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5).close()
@@ -195,10 +223,16 @@ class Http:
             answers = list(clients.map(lambda prompt: self._one(prompt, new, logs), prompts))
         return {"seconds": time.perf_counter() - start, "answers": answers}
 
-    def blocks(self) -> int:
+    def _cache(self, name: str) -> int:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=30) as answer:
-            found = re.search(r'vllm:cache_config_info\{[^}]*num_gpu_blocks="(\d+)"', answer.read().decode())
+            found = re.search(rf'vllm:cache_config_info\{{[^}}]*\b{name}="(\d+)"', answer.read().decode())
         return int(found[1]) if found else 0
+
+    def blocks(self) -> int:
+        return self._cache("num_gpu_blocks")
+
+    def room(self) -> int:
+        return self.blocks() * self._cache("block_size")
 
     def stop(self) -> None:
         self.process.terminate()
@@ -211,27 +245,32 @@ def _quiet() -> dict[str, str]:
 
 
 def _end(process: subprocess.Popen[Any]) -> None:
+    """Wait for a process that was asked to end; then end it and all that it started."""
     try:
-        process.wait(timeout=60)
+        process.wait(timeout=20)
     except subprocess.TimeoutExpired:
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
-def from_transformers(model: Model, name: str, prompt: list[int], answer: list[list[Any]]) -> float:
-    """Return how far an answer's log-probabilities are from transformers', at most; or a token from its best one."""
+def from_transformers(model: Model, name: str, prompt: list[int], answer: list[list[Any]]) -> tuple[float, float]:
+    """Return how far an answer is from transformers in float32, and how far transformers is in the engine's type.
+
+    The first is of log-probabilities, or of a token from the best one; the second says what rounding does.
+    """
     question: dict[str, Any] = {"source": model.sources[name], "overrides": model.overrides[name], "prompt": prompt}
-    question["answer"] = [token for token, _ in answer]
+    question |= {"answer": [token for token, _ in answer], "dtype": model.dtype}
     line = [sys.executable, "-W", "ignore", str(Path(__file__)), "logs"]
-    done = subprocess.run(line, input=json.dumps(question), capture_output=True, text=True, check=False)
+    done = subprocess.run(line, input=json.dumps(question), capture_output=True, text=True, check=False, timeout=300)
     if done.returncode:
-        raise SystemExit(done.stderr[-3000:])
+        raise OSError(done.stderr[-3000:])
     rows = json.loads(done.stdout.splitlines()[-1])
-    far = [max(abs(theirs - ours), best - theirs) for (_, ours), (theirs, best) in zip(answer, rows, strict=True)]
-    return float(max(far))
+    far = [max(abs(theirs - ours), best - theirs) for (_, ours), (theirs, best, _) in zip(answer, rows, strict=True)]
+    return float(max(far)), max(abs(theirs - rounded) for theirs, _, rounded in rows)
 
 
 def _logs() -> None:
-    """Answer `from_transformers`: for each token of an answer its log-probability, and the best one."""
+    """Answer `from_transformers`: for each token its log-probability, the best one, and the first one, rounded."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -242,13 +281,20 @@ def _logs() -> None:
     for key, value in question["overrides"].items():
         setattr(config, key, value)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    made: Any = AutoModelForCausalLM.from_pretrained(question["source"], config=config, dtype=torch.float32)
-    prompt, answer = question["prompt"], question["answer"]
-    with torch.no_grad():
-        ids = torch.tensor([prompt + answer], device=device)
-        logits = made.eval().to(device)(ids, logits_to_keep=len(answer) + 1).logits[0, :-1]
-    logs = logits.float().log_softmax(-1)
-    print(json.dumps([[float(row[token]), float(row.max())] for row, token in zip(logs, answer, strict=True)]))
+    answer = question["answer"]
+
+    def logs(dtype: torch.dtype) -> torch.Tensor:
+        made: Any = AutoModelForCausalLM.from_pretrained(question["source"], config=config, dtype=dtype)
+        with torch.no_grad():
+            ids = torch.tensor([question["prompt"] + answer], device=device)
+            logits = made.eval().to(device)(ids, logits_to_keep=len(answer) + 1).logits[0, :-1]
+        found: torch.Tensor = logits.float().log_softmax(-1)
+        return found
+
+    true, dtype = logs(torch.float32), getattr(torch, question["dtype"])
+    rounded = true if dtype == torch.float32 else logs(dtype)
+    rows = zip(true, rounded, answer, strict=True)
+    print(json.dumps([[float(row[t]), float(row.max()), float(other[t])] for row, other, t in rows]))
 
 
 def _engine(options: dict[str, Any]) -> None:
@@ -258,7 +304,8 @@ def _engine(options: dict[str, Any]) -> None:
     from vllm import LLM, SamplingParams
 
     llm = LLM(**options)
-    print(json.dumps({"blocks": llm.llm_engine.vllm_config.cache_config.num_gpu_blocks or 0}), file=out, flush=True)
+    cache = llm.llm_engine.vllm_config.cache_config
+    print(json.dumps({"blocks": [cache.num_gpu_blocks or 0, cache.block_size or 0]}), file=out, flush=True)
     for line in sys.stdin:
         question = json.loads(line)
         logs = 0 if question["logs"] else None
@@ -275,7 +322,9 @@ def _engine(options: dict[str, Any]) -> None:
                 one = output.outputs[0]
                 rows = zip(one.token_ids, one.logprobs, strict=True)
                 answers.append([(token, row[token].logprob) for token, row in rows])
-        print(json.dumps({"seconds": seconds, "answers": answers}), file=out, flush=True)
+        times = [one.metrics for one in found]
+        decode = max(one.last_token_ts for one in times) - max(one.first_token_ts for one in times)
+        print(json.dumps({"seconds": seconds, "decode": decode, "answers": answers}), file=out, flush=True)
 
 
 def _splits() -> None:

@@ -5,8 +5,8 @@
 
 Starts `rpe3d serve` and asks every prompt once, alone. Then clients ask them again and again, all at the same time;
 some leave in the middle of an answer. Every answer is held to the one that was given alone: the same tokens in float32,
-in fp16 or bf16 all but a share that rounding is allowed (`--differing`). At the end no request runs and no page is in
-use.
+in fp16 or bf16 all but those that part where two tokens nearly tied (`--tie 0.1`), and a share (`--differing`). At the
+end no request runs and no page is in use.
 """
 
 from __future__ import annotations
@@ -58,6 +58,22 @@ class Client:
         tokens: list[int] = json.loads(said)["choices"][0]["token_ids"]
         return tokens
 
+    def ties(self, prompt: list[int], new: int, within: float) -> tuple[list[int], list[set[int]]]:
+        """Return the tokens of a greedy answer, and for each those that are nearly as likely, in log-probability."""
+        body = self._body(prompt, new, stream=False) | {"logprobs": 5, "return_tokens_as_token_ids": True}
+        connection = self._request("POST", "/v1/completions", body)
+        answer = connection.getresponse()
+        said = answer.read()
+        connection.close()
+        if answer.status != 200:
+            raise OSError(f"the server said {answer.status}: {said[:300]!r}")
+        choice = json.loads(said)["choices"][0]
+        near = [
+            {int(token.partition(":")[2]) for token, log in row.items() if log >= max(row.values()) - within}
+            for row in choice["logprobs"]["top_logprobs"]
+        ]
+        return choice["token_ids"], near
+
     def leave(self, prompt: list[int], new: int) -> None:
         """Ask, read the beginning of the answer, and go."""
         connection = self._request("POST", "/v1/completions", self._body(prompt, new, stream=True))
@@ -98,6 +114,8 @@ class Report:
 
     finished: int = 0
     left: int = 0
+    tied: int = 0
+    """Answers that part from the quiet one where that nearly tied."""
     different: list[tuple[int, list[int]]] = field(default_factory=list)
     """Which prompt, and the tokens that are not those of its quiet answer."""
     failures: list[str] = field(default_factory=list)
@@ -106,9 +124,17 @@ class Report:
 class Soak:
     """Prompts, their answers in a quiet server, and clients that ask for them all at once."""
 
-    def __init__(self, client: Client, texts: list[list[int]], *, new: int, in_flight: int) -> None:
+    def __init__(
+        self, client: Client, texts: list[list[int]], *, new: int, in_flight: int, tie: float | None = None
+    ) -> None:
         self.client, self.texts, self.new, self.in_flight = client, texts, new, in_flight
-        self.quiet = [client.ask(text, new) for text in texts]
+        asked = [(client.ask(text, new), []) if tie is None else client.ties(text, new, tie) for text in texts]
+        self.quiet, self.near = [tokens for tokens, _ in asked], [near for _, near in asked]
+
+    def tied(self, i: int, tokens: list[int]) -> bool:
+        """Say whether an answer parts from the quiet one at a token that was nearly as likely there."""
+        at = next((at for at, (a, b) in enumerate(zip(tokens, self.quiet[i], strict=False)) if a != b), None)
+        return at is not None and at < len(self.near[i]) and tokens[at] in self.near[i][at]
 
     def run(self, seconds: float) -> Report:
         """Ask for so long, and wait for the last answers."""
@@ -131,7 +157,10 @@ class Soak:
                 with lock:
                     report.finished += 1
                     if tokens != self.quiet[i]:
-                        report.different.append((i, tokens))
+                        if self.tied(i, tokens):
+                            report.tied += 1
+                        else:
+                            report.different.append((i, tokens))
 
         clients = [threading.Thread(target=ask, args=(seed,)) for seed in range(self.in_flight)]
         for one in clients:
@@ -171,9 +200,13 @@ def main() -> int:
     add("--new", type=int, default=32, help="tokens of an answer")
     add("--longest", type=int, help="tokens of the longest prompt; default a quarter of the context")
     add("--differing", type=float, default=0.0, help="share of answers that may differ from the quiet one")
+    add("--tie", type=float, help="what two tokens' log-probabilities may differ by, to part there is no error")
+    add("--seconds", type=float, help="instead of --minutes")
     add("--port", type=int, default=8123)
     add("--vllm", action="append", default=[], help="as of `rpe3d serve`")
     given = parser.parse_args()
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # started in the background: the server ends by it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     line = [sys.executable, "-m", "rpe3d", "serve", given.model, "--port", str(given.port)]
     line += ["--context", given.context] if given.context else []
     line += [part for option in given.vllm for part in ("--vllm", option)]
@@ -190,17 +223,18 @@ def main() -> int:
         from transformers import AutoConfig
 
         soak = Soak(client, prompts(longest, AutoConfig.from_pretrained(given.model).vocab_size), new=given.new,
-                    in_flight=given.in_flight)  # fmt: skip
+                    in_flight=given.in_flight, tie=given.tie)  # fmt: skip
         sizes = []
         fine = True
         for part in range(4):
-            report = soak.run(given.minutes * 15)
+            report = soak.run(given.minutes * 15 if given.seconds is None else given.seconds / 4)
             settled = client.settled()
             sizes.append(memory(process.pid))
             off = len(report.different) / max(report.finished, 1)
             fine &= settled and not report.failures and report.finished > 0 and off <= given.differing
             print(
                 f"quarter {part + 1}: {report.finished} answers, {len(report.different)} other than alone,"
+                f" {report.tied} parted at a tie,"
                 f" {report.left} clients left, pages {'given back' if settled else 'NOT GIVEN BACK'},"
                 f" {sizes[-1] >> 20} MiB",
                 *report.failures[:3],

@@ -44,7 +44,8 @@ ENGINES: dict[str, dict] = {
 }
 CAPTURED = {"graphs", "graphs-bf16", "runner-1", "dca"}
 """Engines that must capture whole steps."""
-SIDE_BY_SIDE = int(os.environ.get("SERVE_ENGINES", "4"))
+SIDE_BY_SIDE, SECONDS = int(os.environ.get("SERVE_ENGINES", "4")), float(os.environ.get("SERVE_SECONDS", "300"))
+"""How many engines run at the same time, and how long one may take."""
 
 
 def law_name(plan):
@@ -168,18 +169,21 @@ def judge(folder, plan, text, answers):
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """Run all engines, several at the same time, and return what each wrote."""
-    work = tmp_path_factory.mktemp("engines")
-    waiting, running, failed = list(ENGINES), {}, {}
+    work = Path(os.environ["SERVE_LOGS"]) if "SERVE_LOGS" in os.environ else tmp_path_factory.mktemp("engines")
+    waiting, running, until = list(ENGINES), {}, {}
     while waiting or running:
         while waiting and len(running) < SIDE_BY_SIDE:
             name = waiting.pop(0)
-            (work / name).mkdir()
+            (work / name).mkdir(parents=True)
             log = (work / name / "log").open("w")
             line = [sys.executable, "-W", "ignore", str(Path(__file__)), name, str(work / name)]
-            running[name] = subprocess.Popen(line, stdout=log, stderr=subprocess.STDOUT)
+            running[name] = subprocess.Popen(line, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+            until[name] = time.monotonic() + SECONDS
         for name, process in list(running.items()):
+            if process.poll() is None and time.monotonic() > until[name]:
+                os.killpg(process.pid, signal.SIGKILL)  # its engine as well
+                process.wait()
             if process.poll() is not None:
-                failed[name] = process.returncode
                 del running[name]
         time.sleep(0.2)
     found = {}
