@@ -3,8 +3,8 @@
     python benchmarks/models.py --model default --out benchmarks/results       # or --model FOLDER
     python benchmarks/models.py --model default --lengths 512 --new 8 --out DIR      # small enough for a CPU
 
-Batch 1; bf16 on CUDA, fp32 elsewhere. The peers share their weights and take turns (A B C A B C ...); every number is a
-median. Decoding is greedy and reads each token back, as `generate` does: with a growing cache, and with a static one
+Batch 1; bf16 on CUDA, fp32 elsewhere. The peers share their weights and take turns, there and back (A B C C B A ...);
+every number is a median. Decoding is greedy and reads each token back, as `generate` does: with a growing cache, and with a static one
 under torch.compile(mode="reduce-overhead"). Nothing is timed before a law has passed its checks: within its window it
 is the stock model, and decoding is the full forward, each to twice the stock model's own rounding.
 Writes models-<device>.csv.
@@ -94,7 +94,7 @@ def eager(models: dict[str, Any], ids: Tensor, new: int, repeat: int) -> dict[st
     """Prefill, and decoding with a growing cache."""
     found: dict[str, Readings] = {"prefill": defaultdict(list), "decode, eager": defaultdict(list)}
     for n in range(-1, repeat):  # the first round warms up
-        for name, model in models.items():
+        for name, model in list(models.items())[:: -1 if n % 2 else 1]:
             out, seconds, first = measured(lambda model=model: prompted(model, ids))  # type: ignore[misc]
             _, later, second = measured(lambda model=model, out=out: decoded(model, out, new))  # type: ignore[misc]
             del out

@@ -83,6 +83,8 @@ def vectors_refusal(problem: Problem) -> str | None:
         return f"head dimensions are {d} and {e}, not one of up to {WIDEST}"
     if problem.softcap is not None:
         return "scores are bent by a softcap"
+    if not problem.scale > 0:
+        return f"scores are multiplied by {problem.scale:g}, which is not positive"
     if reason := law_refusal(problem.law):
         return reason
     if not problem.q.is_cuda:

@@ -19,7 +19,7 @@ import triton.language as tl
 from jaxtyping import Float, Float32
 from torch import Tensor
 
-from rpe3d.attention.chosen.far import INTERPRETED, LOG2_E
+from rpe3d.attention.chosen.far import INTERPRETED, LOG2_E, most_rows
 from rpe3d.attention.chosen.select import Selection, Unions, _in_bfloat16
 from rpe3d.attention.decode.loop import _cdiv, _power
 from rpe3d.attention.prefill.kernel import _dot
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 ROOM = 2**28
 """Bytes of lists, of turned queries and of their gradients at a time."""
-TILES = 2**15
-"""Bytes of a program's queries, at most; it has as many of their gradients. Half of that of what it walks over."""
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
@@ -307,7 +305,7 @@ def _constants(selection: Selection, q: Tensor, k: Tensor) -> tuple[dict[str, An
         "TILE": selection.tile, "GROUP": q.shape[1] // k.shape[1], "SIZE": selection.choice.size, "DIM": d,
         "WIDTH": width, "WIDEN": INTERPRETED, "PRECISION": "tf32x3",
     }  # fmt: skip
-    return constants, min(128, TILES // (width * q.element_size()))
+    return constants, most_rows(d, q.element_size())
 
 
 def for_queries(

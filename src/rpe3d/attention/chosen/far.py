@@ -21,7 +21,8 @@ from rpe3d.attention.prefill.kernel import _dot
 from rpe3d.rotation.launch import Launcher
 
 LOG2_E = math.log2(math.e)
-MOST_HEADS = 8  # of a program: with 16 queries each, 128 rows
+TILES = 2**15
+"""Bytes of a program's queries, at most; half of that of the keys that it walks over at a time."""
 
 
 @triton.jit(do_not_specialize=["first", "query_start", "queries", "room"])
@@ -76,15 +77,15 @@ def _far_kernel(
         entry = (n + column) // SIZE
         block = tl.load(picked + entry, mask=entry < count, other=0)
         bit = tl.load(bits + entry, mask=entry < count, other=0)
-        place = (block * SIZE + column % SIZE).to(tl.int64)[:, None]
+        place = (block * SIZE + (n + column) % SIZE).to(tl.int64)[:, None]
         if DIM < WIDTH:  # noqa: SIM108 (the compiler decides)
             key = tl.load(k + place * k_s + d, mask=d < DIM, other=0.0)
         else:
             key = tl.load(k + place * k_s + d)
-        score = _dot(query, tl.trans(key), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), WIDEN, PRECISION) * scale
+        score = _dot(query, tl.trans(key), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), WIDEN, PRECISION)
         score = tl.where((bit[None, :] & mine[:, None]) != 0, score, float("-inf"))
-        larger = tl.maximum(largest, tl.max(score, 1))
-        weight = tl.exp2(score - larger[:, None])
+        larger = tl.maximum(largest, tl.max(score, 1) * scale)  # scale > 0
+        weight = tl.exp2(score * scale - larger[:, None])  # one instruction for both
         kept = tl.exp2(largest - larger)
         total = total * kept + tl.sum(weight, 1)
         if DIM < WIDTH:  # noqa: SIM108 (the compiler decides)
@@ -104,6 +105,11 @@ INTERPRETED = _far.interpreted
 def tile(group: int) -> int:
     """Return how many neighbouring queries choose together, for so many heads to a key head."""
     return 32 if group <= 2 else 16
+
+
+def most_rows(d: int, size: int) -> int:
+    """Return how many rows of d numbers of `size` bytes a program may have."""
+    return min(128, TILES // (max(16, _power(d)) * size))
 
 
 def attend(
@@ -126,12 +132,12 @@ def attend(
     """
     (b, h, t, d), g = q.shape, k.shape[1]
     group, tiles, room = h // g, unions.picked.shape[2], unions.picked.shape[3]
-    parts = _cdiv(group, MOST_HEADS)
+    rows = most_rows(d, q.element_size())
+    parts = _cdiv(group, max(1, rows // selection.tile))
     heads = _cdiv(group, parts)
-    size = selection.choice.size
     block_m = max(16, _power(selection.tile * heads))
-    chosen: dict[str, Any] = {"num_warps": 8 if block_m >= 128 else 4, "num_stages": 2, "block_n": 64} | options
-    block_n = max(size, chosen.pop("block_n"))
+    chosen: dict[str, Any] = {"num_warps": 8 if block_m >= 128 else 4, "num_stages": 2} | options
+    block_n = chosen.pop("block_n", max(16, min(64, rows // 2)))
     _far(
         q.device,
         (tiles, g * parts, b),
@@ -140,7 +146,8 @@ def attend(
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *lse.stride()[:2],
         ),
         {
-            "TILE": selection.tile, "GROUP": group, "HEADS": heads, "SIZE": size, "CHUNK": selection.region.unit,
+            "TILE": selection.tile, "GROUP": group, "HEADS": heads, "SIZE": selection.choice.size,
+            "CHUNK": selection.region.unit,
             "DIM": d, "WIDTH": max(16, _power(d)), "PAIRS": selection.law.rotary.pairs,
             "INTERLEAVED": selection.law.rotary.interleaved, "BLOCK_M": block_m, "BLOCK_N": block_n,
             "WIDEN": INTERPRETED, "PRECISION": "tf32x3",

@@ -231,25 +231,26 @@ def _levels_kernel(
     Nothing is written where none of these rows may choose any of those blocks. Row 0 is row `row_start` of the aims.
     """
     across = tl.cdiv(blocks, BLOCK_N)
-    row = tl.program_id(0) // across * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tl.program_id(0) % across * BLOCK_N + tl.arange(0, BLOCK_N)
-    last = first + tl.minimum(tl.max(row, 0), rows - 1)
-    if tl.min(n, 0) < _choosable(last, chunk, near, per_chunk):
+    top_row, left = tl.program_id(0) // across * BLOCK_M, tl.program_id(0) % across * BLOCK_N
+    last = first + tl.minimum(top_row + BLOCK_M, rows) - 1
+    if left < _choosable(last, chunk, near, per_chunk):
+        # Where the tile begins is one number; what lies within it needs 32 bits alone, and few registers.
         head = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-        d = tl.arange(0, WIDTH)[None, :]
-        place = aims + (head * all_rows + row_start + row).to(tl.int64)[:, None] * DIM + d
-        aim = tl.load(place, mask=(row < rows)[:, None] & (d < DIM), other=0.0)
-        place = summaries + (head * all_blocks + n).to(tl.int64)[:, None] * DIM + d
-        summary = tl.load(place, mask=(n < blocks)[:, None] & (d < DIM), other=0.0)
+        r, c, d = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N), tl.arange(0, WIDTH)[None, :]
+        live = r < rows - top_row
+        aims += (head * all_rows + row_start + top_row) * DIM
+        aim = tl.load(aims + r * DIM + d, mask=live & (d < DIM), other=0.0)
+        summaries += (head * all_blocks + left) * DIM
+        there = (c < blocks - left)[:, None] & (d < DIM)
+        summary = tl.load(summaries + c[:, None] * DIM + d, mask=there, other=0.0)
         score = _dot(aim, tl.trans(summary), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), WIDEN, "ieee")
-        level = _level(score, (n < ALWAYS)[None, :], INVERSE_STEP)
-        place = levels + (head * rows + row).to(tl.int64)[:, None] * stride + n[None, :]
-        tl.store(place, level, mask=(row < rows)[:, None])  # a row has room for whole tiles
+        level = _level(score, (left + c < ALWAYS)[None, :], INVERSE_STEP)
+        levels += (head * rows + top_row) * stride + left
+        tl.store(levels + r * stride + c[None, :], level, mask=live)  # a row has room for whole tiles
         if GROUP > 1:
             top = tl.max(tl.reshape(level.to(tl.int32), [BLOCK_M, BLOCK_N // GROUP, GROUP]), 2).to(tl.int16)
-            m = tl.program_id(0) % across * (BLOCK_N // GROUP) + tl.arange(0, BLOCK_N // GROUP)
-            highest = tops + (head * rows + row).to(tl.int64)[:, None] * (stride // GROUP) + m[None, :]
-            tl.store(highest, top, mask=(row < rows)[:, None])
+            tops += ((head * rows + top_row) * stride + left) // GROUP
+            tl.store(tops + r * (stride // GROUP) + tl.arange(0, BLOCK_N // GROUP)[None, :], top, mask=live)
 
 
 @triton.jit
@@ -542,12 +543,12 @@ class Selection:
         aims = torch.empty(b, g, len(queries), d, dtype=torch.bfloat16, device=q.device)
         _aims(
             q.device,
-            (_cdiv(len(queries), 64), g, b),
+            (_cdiv(len(queries), 32), g, b),
             (
                 q, k, centre, aims, self.table, 1 / self.law.attention_scaling, queries.start, len(queries), start + t,
                 start, self.choice.decay, self.choice.query, *q.stride()[:3], *k.stride()[:3],
             ),
-            {"GROUP": h // g, "RECENT": self.choice.recent, **self.vectors(d), "BLOCK_M": 64, "WIDEN": INTERPRETED},
+            {"GROUP": h // g, "RECENT": self.choice.recent, **self.vectors(d), "BLOCK_M": 32, "WIDEN": INTERPRETED},
             {"num_warps": 8},
         )  # fmt: skip
         return aims
@@ -568,14 +569,14 @@ class Selection:
         tops = torch.empty(b, g, rows, stride // group, dtype=torch.int16, device=device)
         _levels(
             device,
-            (_cdiv(rows, 128) * _cdiv(blocks, 128), g, b),
+            (_cdiv(rows, 64) * _cdiv(blocks, 128), g, b),
             (
                 aims, summaries, levels, tops, queries.start, rows, blocks, stride, *self._bands, all_rows,
                 queries.start - first, summaries.shape[2],
             ),
             {
                 "DIM": d, "WIDTH": max(16, _power(d)), "ALWAYS": choice.always, "INVERSE_STEP": 1 / choice.STEP,
-                "GROUP": group, "BLOCK_M": 128, "BLOCK_N": 128, "WIDEN": INTERPRETED,
+                "GROUP": group, "BLOCK_M": 64, "BLOCK_N": 128, "WIDEN": INTERPRETED,
             },
             {"num_warps": 8},
         )  # fmt: skip
