@@ -4,9 +4,9 @@
     python benchmarks/models.py --model default --lengths 512 --new 8 --out DIR      # small enough for a CPU
 
 Batch 1; bf16 on CUDA, fp32 elsewhere. The peers share their weights and take turns, there and back (A B C C B A ...);
-every number is a median. Decoding is greedy and reads each token back, as `generate` does: with a growing cache, and with a static one
-under torch.compile(mode="reduce-overhead"). Nothing is timed before a law has passed its checks: within its window it
-is the stock model, and decoding is the full forward, each to twice the stock model's own rounding.
+every number is a median. Decoding is greedy and reads each token back, as `generate` does: with a growing cache, and
+with a static one under torch.compile(mode="reduce-overhead"). Nothing is timed before a law has passed its checks:
+within its window it is the stock model, and decoding is the full forward, each to twice the stock model's own rounding.
 Writes models-<device>.csv.
 """
 
