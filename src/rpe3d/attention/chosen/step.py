@@ -18,6 +18,7 @@ from typing import no_type_check
 import torch
 import triton
 import triton.language as tl
+from jaxtyping import Float32
 from torch import Tensor
 
 from rpe3d.attention.chosen.memory import PRINTED, Memory
@@ -37,13 +38,15 @@ from rpe3d.attention.chosen.select import (
 )
 from rpe3d.attention.decode.arrivals import zeros
 from rpe3d.attention.decode.kernel import _optional
-from rpe3d.attention.decode.loop import LOG2_E, _cdiv, _dot, _finish, _if, _leave, _merge, _power, _processors
+from rpe3d.attention.decode.loop import LOG2_E, _cdiv, _dot, _finish, _if, _leave, _merge, _partner, _power, _processors
 from rpe3d.attention.problem import Problem
+from rpe3d.geometry import Law
 from rpe3d.rotation.launch import Launcher
 
 _PRINTED = tl.constexpr(PRINTED)
 BLOCKS = 64  # of a program that scores
 LEAST_KEYS = 64  # of a split
+PROGRAMS = 3  # that attend, on each processor: as many as have room for their registers
 
 
 @triton.jit
@@ -289,17 +292,18 @@ def _online(score, value, largest, total, acc, WIDEN: tl.constexpr):
 @triton.jit(do_not_specialize=[*_PLACES, "splits"], do_not_specialize_on_alignment=[*_TENSORS, "sinks"])
 @no_type_check
 def _attend_kernel(
-    q, k, v, out, lse, parts, logs, arrivals, sinks, picked, counts, table, query_positions, key_starts, query_mask,
+    q, k, v, out, lse, parts, logs, arrivals, sinks, picked, counts, turns, query_positions, key_starts, query_mask,
     query_start, key_start, positions_b, positions_t, mask_b, mask_t, splits, scale,
     q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, out_b, out_h, out_t,
-    MOST: tl.constexpr, QUERIES: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, CHUNK: tl.constexpr,
-    NEAR: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr,
-    REST: tl.constexpr, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLIT: tl.constexpr, ROWS: tl.constexpr, WIDEN: tl.constexpr,
+    MOST: tl.constexpr, QUERIES: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr,
+    CHUNK: tl.constexpr, NEAR: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Compute the heads of one key head for one query against a split of the blocks it chose and of its near keys.
 
-    A tile of far keys has several blocks, each turned as the law shows it to the query: all keys of a chunk alike.
+    A tile of far keys has EACH blocks, and every head as many rows: each is turned as the law shows the query to one of
+    them, all keys of a chunk alike, and attends to that one. Near keys are shared out among the rows in the same way.
+    So keys go from memory to the product as they are, and the rows are what a product has to have anyway.
     """
     split, group, query = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     t, b = query % QUERIES, (query // QUERIES).to(tl.int64)
@@ -320,79 +324,72 @@ def _attend_kernel(
     begin = split * share
     end = tl.minimum(begin + share, tiles)
 
-    member = tl.arange(0, BLOCK_M)
-    live = member < GROUP
-    head = group * GROUP + member
-    one, two, rest, pairs, others = _halves(DIM, PAIRS, HALF, REST, INTERLEAVED)
-    rows = q + b * q_b + head.to(tl.int64)[:, None] * q_h + t * q_t
-    qx = tl.load(rows + one, mask=live[:, None] & pairs, other=0.0)
-    qy = tl.load(rows + two, mask=live[:, None] & pairs, other=0.0)
-    if not ROTATED:
-        qz = tl.load(rows + rest, mask=live[:, None] & others, other=0.0)
+    EACH: tl.constexpr = BLOCK_N // SIZE
+    PARTS: tl.constexpr = BLOCK_M // HEADS  # EACH, or more where a product has to have more rows
+    part, member = tl.arange(0, BLOCK_M) // HEADS, tl.arange(0, BLOCK_M) % HEADS
+    live = (member < GROUP)[:, None]
+    d = tl.arange(0, WIDTH)[None, :]
+    pair, partner, sign, pairs = _partner(DIM, WIDTH, PAIRS, INTERLEAVED)
+    rows = q + b * q_b + (group * GROUP + member).to(tl.int64)[:, None] * q_h + t * q_t
+    stock = tl.load(rows + d, mask=live & (d < DIM), other=0.0)
+    across = tl.load(rows + partner, mask=live & pairs, other=0.0).to(tl.float32) * sign
     k += b * k_b + group.to(tl.int64) * k_h - offset * k_s
     v += b * v_b + group.to(tl.int64) * v_h - offset * v_s
-    d = tl.arange(0, WIDTH)[None, :]
     column = tl.arange(0, BLOCK_N)
+    own = (column // SIZE)[None, :] == part[:, None]
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
 
-    turn = tl.load(table + tl.arange(0, HALF)[None, :], mask=pairs, other=0.0)
-    slope, start = tl.load(table + PAIRS), tl.load(table + PAIRS + 1)
     picked += row * MOST
-    EACH: tl.constexpr = BLOCK_N // SIZE
     for i in range(begin, tl.minimum(end, far_tiles)):
-        entry = i * EACH + tl.arange(0, EACH)
-        block = tl.load(picked + entry, mask=entry < count, other=0)
-        # The query turned towards a block, or as here the block turned away from it: by their chunks' distance.
-        apart = slope * (chunk - block * SIZE // CHUNK).to(tl.float64) + start
-        cos, sin = _cos_sin(turn * apart[:, None])
-        cos = tl.reshape(tl.broadcast_to(cos[:, None, :], [EACH, SIZE, HALF]), [BLOCK_N, HALF])
-        sin = tl.reshape(tl.broadcast_to(sin[:, None, :], [EACH, SIZE, HALF]), [BLOCK_N, HALF])
         entry = i * EACH + column // SIZE
         there = entry < count
         block = tl.load(picked + entry, mask=there, other=0)
         place = (block * SIZE + column % SIZE).to(tl.int64)[:, None]
-        keys = k + place * k_s
-        kx = tl.load(keys + one, mask=there[:, None] & pairs, other=0.0)
-        ky = tl.load(keys + two, mask=there[:, None] & pairs, other=0.0)
-        x, y = kx.to(tl.float32), ky.to(tl.float32)
-        x, y = (x * cos + y * sin).to(kx.dtype), (y * cos - x * sin).to(kx.dtype)
-        score = _dot(qx, tl.trans(x), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), WIDEN)
-        score = _dot(qy, tl.trans(y), score, WIDEN)
-        if not ROTATED:
-            kz = tl.load(keys + rest, mask=there[:, None] & others, other=0.0)
-            score = _dot(qz, tl.trans(kz), score, WIDEN)
+        key = tl.load(k + place * k_s + d, mask=there[:, None] & (d < DIM), other=0.0)
         value = tl.load(v + place * v_s + d, mask=there[:, None] & (d < DIM), other=0.0)
-        score = tl.where(there[None, :], score * scale, float("-inf"))
+        entry = i * EACH + part
+        block = tl.load(picked + entry, mask=entry < count, other=0)
+        turn = turns + (chunk - block * SIZE // CHUNK)[:, None] * (2 * PAIRS) + pair
+        cos = tl.load(turn, mask=pairs, other=1.0)
+        sin = tl.load(turn + PAIRS, mask=pairs, other=0.0)
+        turned = (stock.to(tl.float32) * cos + across * sin).to(stock.dtype)
+        score = _dot(turned, tl.trans(key), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), WIDEN)
+        score = tl.where(own & there[None, :], score * scale, float("-inf"))
         largest, total, acc = _online(score, value, largest, total, acc, WIDEN)
     for i in range(tl.maximum(begin, far_tiles), end):
         place = low + (i - far_tiles) * BLOCK_N + column
         there = place <= p
-        keys = k + place[:, None] * k_s
-        kx = tl.load(keys + one, mask=there[:, None] & pairs, other=0.0)
-        ky = tl.load(keys + two, mask=there[:, None] & pairs, other=0.0)
-        score = _dot(qx, tl.trans(kx), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), WIDEN)
-        score = _dot(qy, tl.trans(ky), score, WIDEN)
-        if not ROTATED:
-            kz = tl.load(keys + rest, mask=there[:, None] & others, other=0.0)
-            score = _dot(qz, tl.trans(kz), score, WIDEN)
+        key = tl.load(k + place[:, None] * k_s + d, mask=there[:, None] & (d < DIM), other=0.0)
         value = tl.load(v + place[:, None] * v_s + d, mask=there[:, None] & (d < DIM), other=0.0)
-        score = tl.where(there[None, :], score * scale, float("-inf"))
+        score = _dot(stock, tl.trans(key), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), WIDEN)
+        score = tl.where(own & there[None, :], score * scale, float("-inf"))
         largest, total, acc = _online(score, value, largest, total, acc, WIDEN)
 
+    # The rows of a head become one.
+    largests = tl.reshape(largest, [PARTS, HEADS])
+    largest = tl.max(largests, 0)
+    weight = tl.exp2(largests - tl.where(largest == float("-inf"), 0.0, largest)[None, :])
+    total = tl.sum(tl.reshape(total, [PARTS, HEADS]) * weight, 0)
+    acc = tl.sum(tl.reshape(acc, [PARTS, HEADS, WIDTH]) * weight[:, :, None], 0)
+    member = tl.arange(0, HEADS)
+    live = member < GROUP
+    head = group * GROUP + member
     at = query * heads + head
     out += b * out_b + t * out_t
     if SPLIT:
-        _leave(parts, logs, at, split, splits, splits, _if(begin < tiles, live), largest, total, acc, DIM, WIDTH)
-        tl.debug_barrier()  # all of this program's shares are on their way before it counts itself
-        arrivals += query * tl.num_programs(1) + group
-        if tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == splits - 1:
-            tl.store(arrivals, 0)
-            _merge(
-                parts, logs, splits, tl.cdiv(tiles, share), 0, out, lse, out_h, out_t, sinks,
-                query * heads, group * GROUP, 0, False, 1, GROUP, ROWS, DIM, WIDTH,
-            )  # fmt: skip
+        sharing = tl.maximum(tl.cdiv(tiles, share), 1)  # without any keys, the first writes the zeros
+        if split < sharing:
+            _leave(parts, logs, at, split, splits, splits, _if(begin < tiles, live), largest, total, acc, DIM, WIDTH)
+            tl.debug_barrier()  # all of this program's shares are on their way before it counts itself
+            arrivals += query * tl.num_programs(1) + group
+            if tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == sharing - 1:
+                tl.store(arrivals, 0)
+                _merge(
+                    parts, logs, splits, tl.cdiv(tiles, share), 0, out, lse, out_h, out_t, sinks,
+                    query * heads, group * GROUP, 0, False, 1, GROUP, HEADS, DIM, WIDTH,
+                )  # fmt: skip
     else:
         _finish(out + head.to(tl.int64) * out_h, lse + at, sinks, head, live, largest, total, acc, DIM, WIDTH)
 
@@ -400,6 +397,27 @@ def _attend_kernel(
 _aim, _score = Launcher(_aim_kernel), Launcher(_score_kernel)
 _choose, _attend = Launcher(_choose_kernel), Launcher(_attend_kernel)
 INTERPRETED = _aim.interpreted
+
+
+def tile(heads: int, width: int, itemsize: int, size: int) -> int:
+    """Return how many keys a program attends to at a time: whole blocks, of which every head has a row each."""
+    keys = max(size, 64 if width * itemsize <= 512 else 32)
+    while keys > max(16, size) and heads * keys // size > 32:
+        keys //= 2
+    return keys
+
+
+def turns(law: Law, chunks: int, device: torch.device) -> Float32[Tensor, "n 2 l"]:
+    """Return cos and sin of the turn of a far query towards a key so many chunks before it, for `chunks` at least."""
+    n = _power(chunks)
+
+    def make() -> Tensor:
+        turn = law.regions[-1].query
+        apart = (turn.stride - turn.chunk) * torch.arange(n, dtype=torch.float64) + turn.start
+        angle = apart[:, None] * law.frequencies()
+        return torch.stack([angle.cos(), angle.sin()], 1).float().to(device)
+
+    return law.kept(("chosen turns", n, device), make)
 
 
 class Step:
@@ -421,8 +439,10 @@ class Step:
         self.most = choice.most
         self.blocks = max(1, selection.choosable(s - 1 if isinstance(x.keys, Tensor) else x.keys[-1]))
         self.stride = _cdiv(self.blocks, 128) * 128
-        seen = min(s, chunk * (selection.near + 1) + choice.most * choice.size)
-        self.splits = splits or max(1, min(4 * _processors(device) // (b * g * t), _cdiv(seen, LEAST_KEYS)))
+        heads, width = _power(h // g), max(16, _power(d))
+        block_n = tile(heads, width, x.k.element_size(), choice.size)
+        seen = _cdiv(min(s, chunk * (selection.near + 1) + choice.most * choice.size), max(block_n, LEAST_KEYS))
+        self.splits = splits or max(1, min(PROGRAMS * _processors(device) // (b * g * t), seen))
 
         tensors, strides = _optional(x)
         starts = [y.start if isinstance(y, range) else 0 for y in (x.queries, x.keys)]
@@ -430,7 +450,6 @@ class Step:
         scaling, vectors = 1 / x.law.attention_scaling, selection.vectors(d)
         law = {"SIZE": choice.size, "CHUNK": chunk, "NEAR": selection.near}
         across = min(WIDEST, max(128, _power(self.blocks)))
-        heads = _power(h // g)
         self.aim = _aim.bind(
             device,
             (g, b, 1),
@@ -463,19 +482,21 @@ class Step:
             {"MOST": choice.most, "QUERIES": t, **law, "ACROSS": across, "TILES": _cdiv(self.blocks, across)},
             {"num_warps": max(1, min(8, across // 1024))},
         )
+        pairs = x.law.rotary.pairs
         self.attend = _attend.bind(
             device,
             (self.splits, g, b * t),
             (
-                selection.table, *places, self.splits, x.scale * LOG2_E, *x.q.stride()[:3], *x.k.stride()[:3],
-                *x.v.stride()[:3], *torch.empty_like(x.q).stride()[:3],
+                turns(x.law, s // chunk + 1, device), *places, self.splits, x.scale * LOG2_E, *x.q.stride()[:3],
+                *x.k.stride()[:3], *x.v.stride()[:3], *torch.empty_like(x.q).stride()[:3],
             ),
             {
-                "MOST": choice.most, "QUERIES": t, "GROUP": h // g, **law, "WIDTH": max(16, _power(d)), **vectors,
-                "BLOCK_M": max(16, heads), "BLOCK_N": max(64, choice.size), "SPLIT": self.splits > 1, "ROWS": heads,
+                "MOST": choice.most, "QUERIES": t, "GROUP": h // g, "HEADS": heads, **law, "WIDTH": width, "DIM": d,
+                "PAIRS": pairs, "INTERLEAVED": x.law.rotary.interleaved,
+                "BLOCK_M": max(16, heads * block_n // choice.size), "BLOCK_N": block_n, "SPLIT": self.splits > 1,
                 "WIDEN": INTERPRETED,
             },
-            {"num_warps": 4, "num_stages": 2},
+            {"num_warps": 4, "num_stages": 3 if width * x.k.element_size() <= 256 else 2},
         )  # fmt: skip
 
     def __call__(
