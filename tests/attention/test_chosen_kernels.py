@@ -156,6 +156,21 @@ def test_a_step_is_the_specification(options, dtype, device):
     assert_as_good(x, *stepped(x))
 
 
+@pytest.mark.parametrize("changes", [{"block": 4}, {"chunk": 96, "window": 96, "reach": 256}, {"block": 32}])
+def test_a_step_chooses_by_groups_of_any_size(changes, device):
+    """Of 8, 2 and 1 blocks: what a chunk is made of."""
+    x = problem(law_for(**changes), device, dtype=torch.float32, t=2, s=430)
+    assert_as_good(x, *stepped(x))
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+@pytest.mark.parametrize("changes", [{"rotary_dim": 20}, {"interleaved": True}])
+def test_a_step_rotates_as_its_law_does(changes, trusted, device):
+    """Some dimensions only, which are no power of two; neighbouring ones."""
+    x = problem(law_for(**changes), device, dtype=torch.float32, t=1, s=233)
+    assert_as_good(x, *stepped(x, trusted=trusted))
+
+
 def test_a_step_sees_the_first_blocks_as_the_specification_does(device):
     x = problem(law_for(17), device, dtype=torch.float32, t=2, s=500)
     assert_as_good(x, *stepped(x))
@@ -190,3 +205,73 @@ def test_what_is_kept_of_a_cache_is_checked_against_its_keys(device):
     assert torch.equal(memory.summaries[:, :, :blocks], kept)  # nothing was made again
     memory.summaries.zero_()
     assert not torch.equal(step(x.k, 200, memory), plain)  # and what is kept is used
+
+
+def test_a_trusted_cache_is_summarized_once_when_it_has_far_keys(device):
+    """A memory that is fresh, one that has seen no far key yet, one that has, and one that was not trusted."""
+    from rpe3d.attention import Memory
+
+    law, memory = law_for(), Memory()
+    x = problem(law, device, t=1, s=200, b=2, dtype=torch.bfloat16)
+
+    def step(s, kept, trusted=True):
+        y = replace(x, k=x.k[:, :, :s], v=x.v[:, :, :s], keys=range(s), queries=range(s - 1, s))
+        return stepped(y, kept, trusted=trusted)[0]
+
+    assert_as_good(x, *stepped(x, Memory(), trusted=True))
+    for s in (60, 61, 140, 141, 200, 140):
+        assert torch.equal(step(s, memory), step(s, Memory()))
+        assert (memory.centre_print == (-1 if s < 96 else 0)).all()
+    centre, plain = memory.centre.clone(), step(200, memory)
+    x.k[:, :, :5] = 0
+    step(200, memory)
+    assert torch.equal(memory.centre, centre)  # nobody looked
+    fresh = step(200, None, trusted=False)
+    torch.testing.assert_close(step(200, memory, trusted=False), fresh, rtol=0, atol=0)
+    torch.testing.assert_close(step(200, memory), step(200, Memory()), rtol=0, atol=0)
+    assert not torch.equal(memory.centre, centre)
+    assert not torch.equal(fresh, plain)
+
+
+@pytest.mark.parametrize("most", [5, 16, 40])
+@pytest.mark.parametrize("per_chunk", [1, 2, 12, 8, 32])
+@pytest.mark.parametrize("kind", ["ties", "equal", "random", "rising", "highest"])
+def test_blocks_are_chosen_by_level_and_of_those_that_are_level_the_last(kind, per_chunk, most, device):
+    """Whatever the levels, and however many blocks there are: sorting is the specification."""
+    import math
+
+    from rpe3d.attention.chosen import step
+
+    for can in (per_chunk, 96, 480):
+        levels = {
+            "ties": torch.randint(-3, 3, (can,)),
+            "equal": torch.full((can,), -7),
+            "random": torch.randn(can) * 4000,
+            "rising": torch.arange(can),
+            "highest": torch.where(torch.rand(can) < 0.2, 32767, torch.randint(-32768, 32767, (can,))),
+        }[kind].to(torch.int16)
+        together = math.gcd(step.TOGETHER, per_chunk)
+        room = torch.full((512,), 32767, dtype=torch.int16)  # what lies beyond is not chosen
+        room[:can] = levels
+        given = [x.to(device) for x in (room, room.view(-1, together).amax(1))]
+        picked, lists = (torch.full((most + 1,), -1, dtype=torch.int32, device=device) for _ in range(2))
+        counts = torch.empty(1, dtype=torch.int32, device=device)
+        made = torch.full((1,), -1, dtype=torch.int64, device=device)
+        groups = 1 << (max(can // together, 128) - 1).bit_length()
+        step._choose(
+            device,
+            (1, 1, 1),
+            (
+                *given, picked, counts, lists, made, None, None, None,
+                (can // per_chunk + 1) * 16 * per_chunk, 0, 0, 0, 0, 0, 512,
+            ),
+            {
+                "MOST": most, "QUERIES": 1, "SIZE": 16, "CHUNK": 16 * per_chunk, "NEAR": 1, "TOGETHER": together,
+                "ACROSS": groups, "TILES": 1, "WIDE": 1 << (most - 1).bit_length(), "TRUSTED": False,
+            },
+            {"num_warps": 4},
+        )  # fmt: skip
+        order = sorted(range(can), key=lambda n: (int(levels[n]), n), reverse=True)[:most]
+        assert picked[: len(order)].tolist() == sorted(order)
+        assert counts.item() == len(order)
+        assert picked[-1] == lists[-1] == -1  # nothing was written past the end

@@ -1,7 +1,7 @@
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
-"""A decoding step whose queries choose their far keys, in four Triton kernels that read a fraction of a cache.
+"""A decoding step whose queries choose their far keys, in Triton kernels that read a fraction of a cache.
 
-    aim     what the queries look for; the mean of the first keys, if it has changed
+    centre  the mean of the first keys, if it has changed; not for trusted keys, whose mean is made with the scores
     score   all blocks, by their summaries; those whose keys have changed are made again (`memory`)
     choose  the blocks of every query
     attend  to the near keys and the chosen blocks, split over the machine; the last split to finish merges
@@ -26,7 +26,6 @@ from rpe3d.attention.chosen.select import (
     WIDEST,
     Selection,
     _choosable,
-    _cos_sin,
     _halves,
     _in_bfloat16,
     _inverse,
@@ -44,9 +43,26 @@ from rpe3d.geometry import Law
 from rpe3d.rotation.launch import Launcher
 
 _PRINTED = tl.constexpr(PRINTED)
-BLOCKS = 64  # of a program that scores
+TOGETHER = 8  # blocks, of which the highest level is kept as well, where chunks have as many
 LEAST_KEYS = 64  # of a split
 PROGRAMS = 3  # that attend, on each processor: as many as have room for their registers
+
+
+@triton.jit
+@no_type_check
+def _cos_sin(turns):
+    """Return cos and sin of so many whole turns, in float64, by the polynomials of Cephes for an eighth of a turn.
+
+    Triton's own are correct for any angle, in so many instructions that a program that runs once waits to read them.
+    """
+    x = (turns - tl.floor(turns + 0.5)).to(tl.float32)
+    n = tl.floor(4.0 * x + 0.5)
+    x = (x - 0.25 * n) * 6.283185307179586
+    z = x * x
+    sin = ((-1.9515295891e-4 * z + 8.3321608736e-3) * z - 1.6666654611e-1) * z * x + x
+    cos = ((2.443315711809948e-5 * z - 1.388731625493765e-3) * z + 4.166664568298827e-2) * z * z - 0.5 * z + 1.0
+    odd, sign = n * n == 1.0, 1.0 - tl.abs(n)
+    return tl.where(odd, -n * sin, sign * cos), tl.where(odd, n * cos, sign * sin)
 
 
 @triton.jit
@@ -85,27 +101,56 @@ _PLACES = ["query_start", "key_start", "positions_b", "positions_t", "mask_b", "
 _TENSORS = ["query_positions", "key_starts", "query_mask"]
 
 
+@triton.jit
+@no_type_check
+def _first_mean(
+    k, k_s, first, turn, scaling, one, two, rest, pairs, others,
+    HALF: tl.constexpr, REST: tl.constexpr, ROTATED: tl.constexpr,
+):  # fmt: skip
+    """Return the mean of the `first` keys, bare of their positions."""
+    ROWS: tl.constexpr = 32
+    x = tl.zeros([ROWS, HALF], tl.float32)
+    y = tl.zeros([ROWS, HALF], tl.float32)
+    z = tl.zeros([ROWS, HALF if ROTATED else REST], tl.float32)
+    for start in range(0, first, ROWS):
+        p = (start + tl.arange(0, ROWS)).to(tl.int64)
+        u, w, same = _load3(k + p[:, None] * k_s, (p < first)[:, None], one, two, rest, pairs, others, ROTATED)
+        cos, sin = _cos_sin(turn * p.to(tl.float64)[:, None])
+        x += u * cos + w * sin
+        y += w * cos - u * sin
+        if not ROTATED:
+            z += same
+    x = tl.sum(x, 0)[None, :] * scaling / first
+    y = tl.sum(y, 0)[None, :] * scaling / first
+    z = tl.zeros_like(x) if ROTATED else tl.sum(z, 0)[None, :] / first
+    return x, y, z
+
+
+@triton.jit
+@no_type_check
+def _store3(place, x, y, z, live, one, two, rest, pairs, others, ROTATED: tl.constexpr):
+    """Write vectors that are three tensors."""
+    tl.store(place + one, x, mask=live & pairs)
+    tl.store(place + two, y, mask=live & pairs)
+    if not ROTATED:
+        tl.store(place + rest, z, mask=live & others)
+
+
 @triton.jit(do_not_specialize=_PLACES, do_not_specialize_on_alignment=_TENSORS)
 @no_type_check
-def _aim_kernel(
-    q, k, aims, centre, centre_print, table, query_positions, key_starts, query_mask,
-    query_start, key_start, positions_b, positions_t, mask_b, mask_t, scaling, asking, log_decay, first,
-    q_b, q_h, q_t, k_b, k_h, k_s,
-    QUERIES: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, RECENT: tl.constexpr, CHUNK: tl.constexpr,
-    NEAR: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
-    ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, TRUSTED: tl.constexpr, WIDEN: tl.constexpr,
+def _centre_kernel(
+    k, centre, centre_print, table, query_positions, key_starts, query_mask,
+    query_start, key_start, positions_b, positions_t, mask_b, mask_t, scaling, first, k_b, k_h, k_s,
+    QUERIES: tl.constexpr, CHUNK: tl.constexpr, NEAR: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr,
+    HALF: tl.constexpr, REST: tl.constexpr, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the queries of one key head per program; the mean of the `first` keys is made again if they differ."""
+    """Compute the mean of the `first` keys of one key head per program, if they are not those it was made of."""
     group, b = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     head = b * tl.num_programs(0) + group
-    one, two, rest, pairs, others = _halves(DIM, PAIRS, HALF, REST, INTERLEAVED)
-    turn = tl.load(table + tl.arange(0, HALF)[None, :], mask=pairs, other=0.0)
-    highest, offset = _where(
-        query_positions, key_starts, query_mask, query_start, key_start, b, QUERIES - 1,
-        positions_b, positions_t, mask_b, mask_t,
-    )  # fmt: skip
-    for t in range(QUERIES - 1):
-        p, _ = _where(
+    highest = tl.full([], -1, tl.int64)
+    offset = tl.zeros([], tl.int64)
+    for t in range(QUERIES):
+        p, offset = _where(
             query_positions, key_starts, query_mask, query_start, key_start, b, t,
             positions_b, positions_t, mask_b, mask_t,
         )  # fmt: skip
@@ -114,85 +159,117 @@ def _aim_kernel(
         k += b * k_b + group * k_h - offset * k_s  # the key at position p lies at k + p · k_s
         row = tl.arange(0, ROWS)
         print = tl.zeros([], tl.int64)
-        for start in range(0, 0 if TRUSTED else first, ROWS):
+        for start in range(0, first, ROWS):
             p = (start + row).to(tl.int64)
-            live = (p < first)[:, None]
-            print += tl.sum(_print(k + p[:, None] * k_s, live, (start + row)[:, None]), 0)
+            print += tl.sum(_print(k + p[:, None] * k_s, (p < first)[:, None], (start + row)[:, None]), 0)
         if print != tl.load(centre_print + head):
-            x = tl.zeros([ROWS, HALF], tl.float32)
-            y = tl.zeros([ROWS, HALF], tl.float32)
-            z = tl.zeros([ROWS, HALF if ROTATED else REST], tl.float32)
-            for start in range(0, first, ROWS):
-                p = (start + row).to(tl.int64)
-                u, w, same = _load3(k + p[:, None] * k_s, (p < first)[:, None], one, two, rest, pairs, others, ROTATED)
-                cos, sin = _cos_sin(turn * p.to(tl.float64)[:, None])
-                x += u * cos + w * sin
-                y += w * cos - u * sin
-                z += same
-            place = centre + head * DIM
-            tl.store(place + one, tl.sum(x, 0)[None, :] * scaling / first, mask=pairs)
-            tl.store(place + two, tl.sum(y, 0)[None, :] * scaling / first, mask=pairs)
-            if not ROTATED:
-                tl.store(place + rest, tl.sum(z, 0)[None, :] / first, mask=others)
+            one, two, rest, pairs, others = _halves(DIM, PAIRS, HALF, REST, INTERLEAVED)
+            turn = tl.load(table + tl.arange(0, HALF)[None, :], mask=pairs, other=0.0)
+            x, y, z = _first_mean(k, k_s, first, turn, scaling, one, two, rest, pairs, others, HALF, REST, ROTATED)
+            _store3(centre + head * DIM, x, y, z, True, one, two, rest, pairs, others, ROTATED)
             tl.store(centre_print + head, print)
-            tl.debug_barrier()
-        place = centre + head * DIM
-        middle_one = tl.load(place + one, mask=pairs, other=0.0)
-        middle_two = tl.load(place + two, mask=pairs, other=0.0)
-        i = tl.arange(0, RECENT)
-        member = tl.arange(0, HEADS)
-        q += b * q_b + group * GROUP * q_h
-        for t in range(QUERIES):
-            p, _ = _where(
-                query_positions, key_starts, query_mask, query_start, key_start, b, t,
-                positions_b, positions_t, mask_b, mask_t,
-            )  # fmt: skip
-            there = (p >= i)[:, None]
-            u, w, same = _load3(k + (p - i)[:, None] * k_s, there, one, two, rest, pairs, others, ROTATED)
-            cos, sin = _cos_sin(turn * (p - i).to(tl.float64)[:, None])
-            share = tl.where(there, tl.exp2(log_decay * i.to(tl.float32))[:, None], 0.0)
-            x = tl.sum((u * cos + w * sin) * share, 0)[None, :] * scaling
-            y = tl.sum((w * cos - u * sin) * share, 0)[None, :] * scaling
-            z = tl.sum(same * share, 0)[None, :]
-            whole = _square(x, y, z, ROTATED)
-            weight = tl.sum(tl.sum(share, 1), 0)
-            x -= weight * middle_one
-            y -= weight * middle_two
-            if not ROTATED:
-                z -= weight * tl.load(place + rest, mask=others, other=0.0)
-            inverse = _inverse(_square(x, y, z, ROTATED), whole)[:, None]
 
-            rows = q + member.to(tl.int64)[:, None] * q_h + t * q_t
-            u, w, same = _load3(rows, (member < GROUP)[:, None], one, two, rest, pairs, others, ROTATED)
-            a = tl.sum(u, 0)[None, :]
-            c = tl.sum(w, 0)[None, :]
-            e = tl.sum(same, 0)[None, :]
-            cos, sin = _cos_sin(turn * p.to(tl.float64))
-            a, c = (a * cos + c * sin) * scaling, (c * cos - a * sin) * scaling
-            square = _square(a, c, e, ROTATED)
-            asked = asking * _inverse(square, square)[:, None]
-            aim = aims + (head * QUERIES + t) * DIM
-            tl.store(aim + one, _in_bfloat16(x * inverse + a * asked, WIDEN), mask=pairs)
-            tl.store(aim + two, _in_bfloat16(y * inverse + c * asked, WIDEN), mask=pairs)
-            if not ROTATED:
-                tl.store(aim + rest, _in_bfloat16(z * inverse + e * asked, WIDEN), mask=others)
+
+@triton.jit
+@no_type_check
+def _asked(
+    q, k, p, turn, scaling, asking, log_decay, q_h, k_s, one, two, rest, pairs, others,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, RECENT: tl.constexpr, ROTATED: tl.constexpr,
+):  # fmt: skip
+    """Return of a query at p the weighted sum of the last keys, its square, its weight, and the query's share."""
+    i = tl.arange(0, RECENT)
+    there = (p >= i)[:, None]
+    u, w, same = _load3(k + (p - i)[:, None] * k_s, there, one, two, rest, pairs, others, ROTATED)
+    member = tl.arange(0, HEADS)
+    rows = q + member.to(tl.int64)[:, None] * q_h
+    a, c, e = _load3(rows, (member < GROUP)[:, None], one, two, rest, pairs, others, ROTATED)
+    cos, sin = _cos_sin(turn * (p - i).to(tl.float64)[:, None])
+    share = tl.where(there, tl.exp2(log_decay * i.to(tl.float32))[:, None], 0.0)
+    x = tl.sum((u * cos + w * sin) * share, 0)[None, :] * scaling
+    y = tl.sum((w * cos - u * sin) * share, 0)[None, :] * scaling
+    a = tl.sum(a, 0)[None, :]
+    c = tl.sum(c, 0)[None, :]
+    if ROTATED:
+        z, e = tl.zeros_like(x), tl.zeros_like(x)
+    else:
+        z, e = tl.sum(same * share, 0)[None, :], tl.sum(e, 0)[None, :]
+    cos, sin = _cos_sin(turn * p.to(tl.float64))
+    a, c = (a * cos + c * sin) * scaling, (c * cos - a * sin) * scaling
+    square = _square(a, c, e, ROTATED)
+    asked = asking * _inverse(square, square)[:, None]
+    return x, y, z, _square(x, y, z, ROTATED), tl.sum(tl.sum(share, 1), 0), a * asked, c * asked, e * asked
+
+
+@triton.jit
+@no_type_check
+def _summarize(
+    rows, k, k_s, m, can, turn, scaling, middle_x, middle_y, middle_z, one, two, rest, pairs, others,
+    SIZE: tl.constexpr, LEAD: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, ROTATED: tl.constexpr,
+    BLOCK_M: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Write the summaries of blocks m, of the first `can`, to `rows`."""
+    live = m < can
+    x = tl.zeros([BLOCK_M, HALF], tl.float32)
+    y = tl.zeros([BLOCK_M, HALF], tl.float32)
+    z = tl.zeros([BLOCK_M, HALF if ROTATED else REST], tl.float32)
+    for i in range(SIZE + LEAD):
+        p = m.to(tl.int64) * SIZE + i - LEAD
+        there = (live & (p >= 0))[:, None]
+        u, w, same = _load3(k + p[:, None] * k_s, there, one, two, rest, pairs, others, ROTATED)
+        cos, sin = _cos_sin(turn * p.to(tl.float64)[:, None])
+        x += u * cos + w * sin
+        y += w * cos - u * sin
+        if not ROTATED:
+            z += same
+    count = tl.where(m == 0, SIZE, SIZE + LEAD)[:, None].to(tl.float32)
+    x, y = x * scaling / count, y * scaling / count
+    if not ROTATED:
+        z /= count
+    whole = _square(x, y, z, ROTATED)
+    x -= middle_x
+    y -= middle_y
+    if not ROTATED:
+        z -= middle_z
+    inverse = _inverse(_square(x, y, z, ROTATED), whole)[:, None]
+    x, y, z = _in_bfloat16(x * inverse, WIDEN), _in_bfloat16(y * inverse, WIDEN), _in_bfloat16(z * inverse, WIDEN)
+    _store3(rows, x, y, z, live[:, None], one, two, rest, pairs, others, ROTATED)
+
+
+@triton.jit
+@no_type_check
+def _kept3(rows, live, one, two, rest, pairs, others, ROTATED: tl.constexpr):
+    """Return summaries as three tensors, as they are kept."""
+    x = tl.load(rows + one, mask=live & pairs, other=0.0)
+    y = tl.load(rows + two, mask=live & pairs, other=0.0)
+    z = x
+    if not ROTATED:
+        z = tl.load(rows + rest, mask=live & others, other=0.0)
+    return x, y, z
 
 
 @triton.jit(do_not_specialize=[*_PLACES, "room"], do_not_specialize_on_alignment=_TENSORS)
 @no_type_check
 def _score_kernel(
-    k, aims, levels, summaries, prints, centre, centre_print, room, table, query_positions, key_starts, query_mask,
-    query_start, key_start, positions_b, positions_t, mask_b, mask_t, scaling, stride, k_b, k_h, k_s,
-    QUERIES: tl.constexpr, LEAD: tl.constexpr, SIZE: tl.constexpr, CHUNK: tl.constexpr, NEAR: tl.constexpr,
-    ALWAYS: tl.constexpr, INVERSE_STEP: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr,
-    REST: tl.constexpr, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, TRUSTED: tl.constexpr,
+    q, k, levels, highest, summaries, prints, centre, centre_print, room, table, query_positions, key_starts,
+    query_mask, query_start, key_start, positions_b, positions_t, mask_b, mask_t, scaling, asking, log_decay, first,
+    stride, q_b, q_h, q_t, k_b, k_h, k_s,
+    QUERIES: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, RECENT: tl.constexpr, LEAD: tl.constexpr,
+    SIZE: tl.constexpr, CHUNK: tl.constexpr, NEAR: tl.constexpr, ALWAYS: tl.constexpr, TOGETHER: tl.constexpr,
+    INVERSE_STEP: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+    ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, TRUSTED: tl.constexpr,
     WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Compute BLOCK_M blocks of one key head per program: their levels for every query."""
+    """Compute BLOCK_M blocks of one key head per program: their levels for every query, and the highest of every few.
+
+    Every program computes what the queries look for: a launch less. With TRUSTED, a print says only that something was
+    made: 0. Where the mean of the first keys was not, all programs make it, and one keeps it;
+    that it is kept, `_choose_kernel` says, when all have ended.
+    """
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     group, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     head = b * tl.num_programs(1) + group
     can = tl.zeros([], tl.int32)
+    p = tl.zeros([], tl.int64)
     offset = tl.zeros([], tl.int64)
     for t in range(QUERIES):
         p, offset = _where(
@@ -203,79 +280,140 @@ def _score_kernel(
     if tl.min(m, 0) < can:
         live = m < can
         one, two, rest, pairs, others = _halves(DIM, PAIRS, HALF, REST, INTERLEAVED)
-        k += b * k_b + group * k_h - offset * k_s
-        print = tl.zeros([BLOCK_M], tl.int64) + tl.load(centre_print + head) * 31
-        for i in range(0 if TRUSTED else SIZE + LEAD):
-            p = m.to(tl.int64) * SIZE + i - LEAD
-            print += _print(k + p[:, None] * k_s, (live & (p >= 0))[:, None], i)
+        turn = tl.load(table + tl.arange(0, HALF)[None, :], mask=pairs, other=0.0)
+        made = tl.load(centre_print + head)
         kept = prints + head * room + m
+        known = tl.load(kept, mask=live, other=0)
+        middle = centre + head * DIM
+        middle_x, middle_y, middle_z = _load3(middle, True, one, two, rest, pairs, others, ROTATED)
         rows = summaries + (head * room + m)[:, None] * DIM
-        fits = tl.load(kept, mask=live, other=0) == print
-        if tl.max(tl.where(live & (fits == 0), 1, 0)) > 0:
-            turn = tl.load(table + tl.arange(0, HALF)[None, :], mask=pairs, other=0.0)
-            x = tl.zeros([BLOCK_M, HALF], tl.float32)
-            y = tl.zeros([BLOCK_M, HALF], tl.float32)
-            z = tl.zeros([BLOCK_M, HALF if ROTATED else REST], tl.float32)
-            for i in range(SIZE + LEAD):
-                p = m.to(tl.int64) * SIZE + i - LEAD
-                there = (live & (p >= 0))[:, None]
-                u, w, same = _load3(k + p[:, None] * k_s, there, one, two, rest, pairs, others, ROTATED)
-                cos, sin = _cos_sin(turn * p.to(tl.float64)[:, None])
-                x += u * cos + w * sin
-                y += w * cos - u * sin
-                z += same
-            count = tl.where(m == 0, SIZE, SIZE + LEAD)[:, None].to(tl.float32)
-            x, y, z = x * scaling / count, y * scaling / count, z / count
-            whole = _square(x, y, z, ROTATED)
-            middle = centre + head * DIM
-            x -= tl.load(middle + one, mask=pairs, other=0.0)
-            y -= tl.load(middle + two, mask=pairs, other=0.0)
-            if not ROTATED:
-                z -= tl.load(middle + rest, mask=others, other=0.0)
-            inverse = _inverse(_square(x, y, z, ROTATED), whole)[:, None]
-            tl.store(rows + one, _in_bfloat16(x * inverse, WIDEN), mask=live[:, None] & pairs)
-            tl.store(rows + two, _in_bfloat16(y * inverse, WIDEN), mask=live[:, None] & pairs)
-            if not ROTATED:
-                tl.store(rows + rest, _in_bfloat16(z * inverse, WIDEN), mask=live[:, None] & others)
+        k += b * k_b + group * k_h - offset * k_s
+        q += b * q_b + group * GROUP * q_h
+        if QUERIES == 1:
+            u, w, same, whole, weight, a, c, e = _asked(
+                q, k, p, turn, scaling, asking, log_decay, q_h, k_s, one, two, rest, pairs, others,
+                GROUP, HEADS, RECENT, ROTATED,
+            )  # fmt: skip
+        if TRUSTED:
+            print = tl.zeros([BLOCK_M], tl.int64)
+            if made != 0:
+                middle_x, middle_y, middle_z = _first_mean(
+                    k, k_s, first, turn, scaling, one, two, rest, pairs, others, HALF, REST, ROTATED
+                )
+                if tl.program_id(0) == 0:
+                    _store3(middle, middle_x, middle_y, middle_z, True, one, two, rest, pairs, others, ROTATED)
+        else:
+            print = tl.zeros([BLOCK_M], tl.int64) + made * 31
+            STEP: tl.constexpr = min(12, SIZE + LEAD)  # a divisor: SIZE is a power of two, and LEAD its half
+            for start in range(0, SIZE + LEAD, STEP):
+                for i in tl.static_range(STEP):
+                    at = m.to(tl.int64) * SIZE + start + i - LEAD
+                    print += _print(k + at[:, None] * k_s, (live & (at >= 0))[:, None], start + i)
+        misfit = tl.where(live & (known != print), 1, 0)
+        if tl.max(misfit) > 0:
+            SOME: tl.constexpr = 32
+            misfits = tl.max(tl.reshape(misfit, [BLOCK_M // SOME, SOME]), 1)
+            for i in range(BLOCK_M // SOME):
+                if tl.max(tl.where(tl.arange(0, BLOCK_M // SOME) == i, misfits, 0)) > 0:
+                    n = tl.program_id(0) * BLOCK_M + i * SOME + tl.arange(0, SOME)
+                    _summarize(
+                        summaries + (head * room + n)[:, None] * DIM, k, k_s, n, can, turn, scaling,
+                        middle_x, middle_y, middle_z, one, two, rest, pairs, others,
+                        SIZE, LEAD, HALF, REST, ROTATED, SOME, WIDEN,
+                    )  # fmt: skip
             tl.store(kept, print, mask=live)
             tl.debug_barrier()
-        x, y, z = _load3(rows, live[:, None], one, two, rest, pairs, others, ROTATED)
+        x, y, z = _kept3(rows, live[:, None], one, two, rest, pairs, others, ROTATED)
         for t in range(QUERIES):
-            aim = aims + (head * QUERIES + t) * DIM
-            score = x * tl.load(aim + one, mask=pairs, other=0.0).to(tl.float32)
-            score += y * tl.load(aim + two, mask=pairs, other=0.0).to(tl.float32)
+            if QUERIES > 1:
+                p, _ = _where(
+                    query_positions, key_starts, query_mask, query_start, key_start, b, t,
+                    positions_b, positions_t, mask_b, mask_t,
+                )  # fmt: skip
+                u, w, same, whole, weight, a, c, e = _asked(
+                    q + t * q_t, k, p, turn, scaling, asking, log_decay, q_h, k_s, one, two, rest, pairs, others,
+                    GROUP, HEADS, RECENT, ROTATED,
+                )  # fmt: skip
+            u -= weight * middle_x
+            w -= weight * middle_y
+            if not ROTATED:
+                same -= weight * middle_z
+            inverse = _inverse(_square(u, w, same, ROTATED), whole)[:, None]
+            score = x.to(tl.float32) * _in_bfloat16(u * inverse + a, WIDEN).to(tl.float32)
+            score += y.to(tl.float32) * _in_bfloat16(w * inverse + c, WIDEN).to(tl.float32)
             score = tl.sum(score, 1)
             if not ROTATED:
-                score += tl.sum(z * tl.load(aim + rest, mask=others, other=0.0).to(tl.float32), 1)
-            tl.store(levels + (head * QUERIES + t) * stride + m, _level(score, m < ALWAYS, INVERSE_STEP), mask=live)
+                score += tl.sum(z.to(tl.float32) * _in_bfloat16(same * inverse + e, WIDEN).to(tl.float32), 1)
+            level = _level(score, m < ALWAYS, INVERSE_STEP)
+            row = head * QUERIES + t
+            tl.store(levels + row * stride + m, level, mask=live)
+            n = tl.program_id(0) * (BLOCK_M // TOGETHER) + tl.arange(0, BLOCK_M // TOGETHER)
+            level = tl.max(tl.reshape(level.to(tl.int32), [BLOCK_M // TOGETHER, TOGETHER]), 1)
+            tl.store(highest + row * (stride // TOGETHER) + n, level.to(tl.int16), mask=n * TOGETHER < can)
+
+
+@triton.jit
+@no_type_check
+def _chosen(level, n, can, low, begin):
+    """Say which blocks n a row chooses, by what `_search` found."""
+    return ((n < can) & ((level > low) | ((level == low) & (n >= begin)))).to(tl.int32)
+
+
+@triton.jit
+@no_type_check
+def _few(
+    levels, highest, list, can, MOST: tl.constexpr, TOGETHER: tl.constexpr, ACROSS: tl.constexpr, TILES: tl.constexpr
+):
+    """Write to `list` which MOST groups hold all blocks that a row chooses, in order; return how many there are.
+
+    TOGETHER blocks are a group, and `highest` has the highest level of each. Blocks are chosen by level, of those that
+    are level the last; let groups be chosen in the same way by their highest level. A block of any other group comes
+    after the highest block of each of the chosen ones: after MOST blocks.
+    """
+    groups = can // TOGETHER
+    low, begin = _search(highest + tl.zeros([1, 1], tl.int32), groups + tl.zeros([1], tl.int32), MOST, 1, ACROSS, TILES)
+    low, begin = tl.max(low, 0), tl.max(begin, 0)
+    count = tl.zeros([], tl.int32)
+    for start in range(0, groups, ACROSS):
+        n = start + tl.arange(0, ACROSS)
+        some = _chosen(_row_levels(highest, n, groups), n, groups, low, begin)
+        tl.store(list + count + tl.cumsum(some, 0) - some, n, mask=some != 0)
+        count += tl.sum(some, 0)
+    tl.debug_barrier()
+    return count
 
 
 @triton.jit(do_not_specialize=_PLACES, do_not_specialize_on_alignment=_TENSORS)
 @no_type_check
 def _choose_kernel(
-    levels, picked, counts, query_positions, key_starts, query_mask,
+    levels, highest, picked, counts, lists, centre_print, query_positions, key_starts, query_mask,
     query_start, key_start, positions_b, positions_t, mask_b, mask_t, stride,
     MOST: tl.constexpr, QUERIES: tl.constexpr, SIZE: tl.constexpr, CHUNK: tl.constexpr, NEAR: tl.constexpr,
-    ACROSS: tl.constexpr, TILES: tl.constexpr,
+    TOGETHER: tl.constexpr, ACROSS: tl.constexpr, TILES: tl.constexpr, WIDE: tl.constexpr, TRUSTED: tl.constexpr,
 ):  # fmt: skip
-    """Compute one query of one key head per program: the blocks that it chooses, in order, and how many."""
+    """Compute one query of one key head per program: the blocks that it chooses, in order, and how many.
+
+    WIDE: a power of two, from MOST groups on or from as many as there are.
+    """
     t, group, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    row = (b * tl.num_programs(1) + group) * QUERIES + t
+    head = b * tl.num_programs(1) + group
+    row = head * QUERIES + t
     p, _ = _where(
         query_positions, key_starts, query_mask, query_start, key_start, b, t, positions_b, positions_t, mask_b, mask_t
     )
     can = _choosable(p.to(tl.int32), CHUNK, NEAR, CHUNK // SIZE)
     levels += row * stride
-    low, begin = _search(levels + tl.zeros([1, 1], tl.int32), can + tl.zeros([1], tl.int32), MOST, 1, ACROSS, TILES)
-    low, begin = tl.max(low, 0), tl.max(begin, 0)
-    count = tl.zeros([], tl.int32)
-    for start in range(0, can, ACROSS):
-        n = start + tl.arange(0, ACROSS)
-        level = _row_levels(levels, n, can)
-        some = ((n < can) & ((level > low) | ((level == low) & (n >= begin)))).to(tl.int32)
-        tl.store(picked + row * MOST + count + tl.cumsum(some, 0) - some, n, mask=some != 0)
-        count += tl.sum(some, 0)
-    tl.store(counts + row, count)
+    lists += row * MOST
+    few = _few(levels, highest + row * (stride // TOGETHER), lists, can, MOST, TOGETHER, ACROSS, TILES) * TOGETHER
+    n = tl.arange(0, WIDE * TOGETHER)
+    block = tl.load(lists + n // TOGETHER, mask=n < few, other=0) * TOGETHER + n % TOGETHER
+    places = levels + (block - n)[None, :]
+    low, begin = _search(places, few + tl.zeros([1], tl.int32), MOST, 1, WIDE * TOGETHER, 1)
+    some = _chosen(_row_levels(levels + (block - n), n, few), n, few, tl.max(low, 0), tl.max(begin, 0))
+    tl.store(picked + row * MOST + tl.cumsum(some, 0) - some, block, mask=some != 0)
+    tl.store(counts + row, tl.sum(some, 0))
+    if TRUSTED:
+        tl.store(centre_print + head, tl.zeros([], tl.int64), mask=can > 0)
 
 
 @triton.jit
@@ -394,9 +532,14 @@ def _attend_kernel(
         _finish(out + head.to(tl.int64) * out_h, lse + at, sinks, head, live, largest, total, acc, DIM, WIDTH)
 
 
-_aim, _score = Launcher(_aim_kernel), Launcher(_score_kernel)
+_centre, _score = Launcher(_centre_kernel), Launcher(_score_kernel)
 _choose, _attend = Launcher(_choose_kernel), Launcher(_attend_kernel)
-INTERPRETED = _aim.interpreted
+INTERPRETED = _centre.interpreted
+
+
+def wide(blocks: int, heads: int, processors: int) -> int:
+    """Return how many blocks a program scores: the more, the less often the aims are computed, but all have work."""
+    return next((n for n in (256, 128) if _cdiv(blocks, n) * heads >= processors), 64)
 
 
 def tile(heads: int, width: int, itemsize: int, size: int) -> int:
@@ -417,7 +560,8 @@ def turns(law: Law, chunks: int, device: torch.device) -> Float32[Tensor, "n 2 l
         angle = apart[:, None] * law.frequencies()
         return torch.stack([angle.cos(), angle.sin()], 1).float().to(device)
 
-    return law.kept(("chosen turns", n, device), make)
+    made: Tensor = law.kept(("chosen turns", n, device), make)
+    return made
 
 
 class Step:
@@ -449,39 +593,45 @@ class Step:
         places = (*tensors[:3], *starts, *strides[:4])
         scaling, vectors = 1 / x.law.attention_scaling, selection.vectors(d)
         law = {"SIZE": choice.size, "CHUNK": chunk, "NEAR": selection.near}
-        across = min(WIDEST, max(128, _power(self.blocks)))
-        self.aim = _aim.bind(
+        first = min(choice.centre, chunk)
+        self.centre = None
+        if not trusted:
+            self.centre = _centre.bind(
+                device,
+                (g, b, 1),
+                (selection.table, *places, scaling, first, *x.k.stride()[:3]),
+                {"QUERIES": t, "CHUNK": chunk, "NEAR": selection.near, **vectors, "ROWS": _power(first)},
+                {"num_warps": 4},
+            )
+        blocks = wide(self.blocks, b * g, _processors(device))
+        self.together = math.gcd(TOGETHER, chunk // choice.size)
+        self.score = _score.bind(
             device,
-            (g, b, 1),
+            (_cdiv(self.blocks, blocks), g, b),
             (
-                selection.table, *places, scaling, choice.query, math.log2(choice.decay), min(choice.centre, chunk),
+                selection.table, *places, scaling, choice.query, math.log2(choice.decay), first, self.stride,
                 *x.q.stride()[:3], *x.k.stride()[:3],
             ),
             {
-                "QUERIES": t, "GROUP": h // g, "HEADS": heads, "RECENT": choice.recent, "CHUNK": chunk,
-                "NEAR": selection.near, **vectors, "ROWS": 128, "TRUSTED": trusted,
-                "WIDEN": INTERPRETED,
+                "QUERIES": t, "GROUP": h // g, "HEADS": heads, "RECENT": choice.recent, "LEAD": choice.lead, **law,
+                "ALWAYS": choice.always, "TOGETHER": self.together, "INVERSE_STEP": 1 / choice.STEP, **vectors,
+                "BLOCK_M": blocks, "TRUSTED": trusted, "WIDEN": INTERPRETED,
             },
-            {"num_warps": 4},
+            {"num_warps": 4} if blocks < 128 else {"num_warps": 8, "maxnreg": 128},  # two on a processor
         )  # fmt: skip
-        self.score = _score.bind(
-            device,
-            (_cdiv(self.blocks, BLOCKS), g, b),
-            (selection.table, *places, scaling, self.stride, *x.k.stride()[:3]),
-            {
-                "QUERIES": t, "LEAD": choice.lead, **law, "ALWAYS": choice.always, "INVERSE_STEP": 1 / choice.STEP,
-                **vectors,
-                "BLOCK_M": BLOCKS, "TRUSTED": trusted, "WIDEN": INTERPRETED,
-            },
-            {"num_warps": 4},
-        )  # fmt: skip
+        groups = max(1, self.blocks // self.together)
+        across = min(WIDEST, max(256, _power(groups)))
+        few = max(_power(min(choice.most, groups)), 256 // self.together)
         self.choose = _choose.bind(
             device,
             (t, g, b),
             (*places, self.stride),
-            {"MOST": choice.most, "QUERIES": t, **law, "ACROSS": across, "TILES": _cdiv(self.blocks, across)},
-            {"num_warps": max(1, min(8, across // 1024))},
-        )
+            {
+                "MOST": choice.most, "QUERIES": t, **law, "TOGETHER": self.together, "ACROSS": across,
+                "TILES": _cdiv(groups, across), "WIDE": few, "TRUSTED": trusted,
+            },
+            {"num_warps": max(1, min(8, max(across, few * self.together) // 256))},
+        )  # fmt: skip
         pairs = x.law.rotary.pairs
         self.attend = _attend.bind(
             device,
@@ -507,13 +657,15 @@ class Step:
         memory = Memory() if memory is None else memory
         memory.prepare(self.law, k, self.blocks)
         first = memory.centre, memory.centre_print
-        aims = torch.empty(b, g, t, d, dtype=torch.bfloat16, device=device)
-        self.aim(q, k, aims, *first)
+        if self.centre is not None:
+            self.centre(k, *first)
         levels = torch.empty(b, g, t, self.stride, dtype=torch.int16, device=device)
-        self.score(k, aims, levels, memory.summaries, memory.prints, *first, memory.summaries.shape[2])
-        chosen = torch.empty(b * g * t * (self.most + 1), dtype=torch.int32, device=device)
-        picked, counts = chosen.split((b * g * t * self.most, b * g * t))
-        self.choose(levels, picked, counts)
+        highest = torch.empty(b, g, t, self.stride // self.together, dtype=torch.int16, device=device)
+        self.score(q, k, levels, highest, memory.summaries, memory.prints, *first, memory.summaries.shape[2])
+        rows = b * g * t
+        chosen = torch.empty(rows * (2 * self.most + 1), dtype=torch.int32, device=device)
+        picked, lists, counts = chosen.split((rows * self.most, rows * self.most, rows))
+        self.choose(levels, highest, picked, counts, lists, memory.centre_print)
         out = torch.empty_like(q)
         lse = torch.empty(b, t, h, dtype=torch.float32, device=device)
         parts = logs = arrivals = None
