@@ -171,6 +171,17 @@ def test_a_step_rotates_as_its_law_does(changes, trusted, device):
     assert_as_good(x, *stepped(x, trusted=trusted))
 
 
+@pytest.mark.parametrize(("t", "trusted"), [(1, False), (1, True), (2, True)])
+def test_a_program_of_a_step_scores_more_blocks_than_it_can_at_a_time(t, trusted, device, monkeypatch):
+    from rpe3d.attention import Memory
+    from rpe3d.attention.chosen import step
+
+    monkeypatch.setattr(step, "_processors", lambda _: 1)
+    x, memory = problem(law_for(block=4), device, dtype=torch.float32, h=2, t=t, s=1500), Memory()
+    assert_as_good(x, *stepped(x, memory, trusted=trusted))
+    assert_as_good(x, *stepped(x, memory, trusted=trusted))
+
+
 def test_a_step_sees_the_first_blocks_as_the_specification_does(device):
     x = problem(law_for(17), device, dtype=torch.float32, t=2, s=500)
     assert_as_good(x, *stepped(x))

@@ -202,6 +202,22 @@ def _asked(
 
 @triton.jit
 @no_type_check
+def _aim(
+    x, y, z, whole, weight, a, c, e, middle_x, middle_y, middle_z, ROTATED: tl.constexpr, WIDEN: tl.constexpr
+):  # fmt: skip
+    """Return what a query looks for, from what `_asked` says and the mean of the first keys."""
+    x -= weight * middle_x
+    y -= weight * middle_y
+    if not ROTATED:
+        z -= weight * middle_z
+    inverse = _inverse(_square(x, y, z, ROTATED), whole)[:, None]
+    x = _in_bfloat16(x * inverse + a, WIDEN).to(tl.float32)
+    y = _in_bfloat16(y * inverse + c, WIDEN).to(tl.float32)
+    return x, y, _in_bfloat16(z * inverse + e, WIDEN).to(tl.float32)
+
+
+@triton.jit
+@no_type_check
 def _summarize(
     rows, k, k_s, m, can, turn, scaling, middle_x, middle_y, middle_z, one, two, rest, pairs, others,
     SIZE: tl.constexpr, LEAD: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, ROTATED: tl.constexpr,
@@ -259,13 +275,12 @@ def _score_kernel(
     ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, TRUSTED: tl.constexpr,
     WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Compute BLOCK_M blocks of one key head per program: their levels for every query, and the highest of every few.
+    """Compute the blocks of one key head, BLOCK_M at a time: their levels for every query, and the highest of a few.
 
-    Every program computes what the queries look for: a launch less. With TRUSTED, a print says only that something was
-    made: 0. Where the mean of the first keys was not, all programs make it, and one keeps it;
-    that it is kept, `_choose_kernel` says, when all have ended.
+    Every program computes what the queries look for, which spares a launch. With TRUSTED, a print says only that
+    something was made: 0. While the mean of the first keys was not, all programs make it, and one keeps it; that it is
+    kept, `_choose_kernel` says, when all of them have ended.
     """
-    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     group, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     head = b * tl.num_programs(1) + group
     can = tl.zeros([], tl.int32)
@@ -277,16 +292,14 @@ def _score_kernel(
             positions_b, positions_t, mask_b, mask_t,
         )  # fmt: skip
         can = tl.maximum(can, _choosable(p.to(tl.int32), CHUNK, NEAR, CHUNK // SIZE))
-    if tl.min(m, 0) < can:
-        live = m < can
+    if tl.program_id(0) * BLOCK_M < can:
         one, two, rest, pairs, others = _halves(DIM, PAIRS, HALF, REST, INTERLEAVED)
         turn = tl.load(table + tl.arange(0, HALF)[None, :], mask=pairs, other=0.0)
         made = tl.load(centre_print + head)
-        kept = prints + head * room + m
-        known = tl.load(kept, mask=live, other=0)
+        m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+        known = tl.load(prints + head * room + m, mask=m < can, other=0)
         middle = centre + head * DIM
         middle_x, middle_y, middle_z = _load3(middle, True, one, two, rest, pairs, others, ROTATED)
-        rows = summaries + (head * room + m)[:, None] * DIM
         k += b * k_b + group * k_h - offset * k_s
         q += b * q_b + group * GROUP * q_h
         if QUERIES == 1:
@@ -294,62 +307,65 @@ def _score_kernel(
                 q, k, p, turn, scaling, asking, log_decay, q_h, k_s, one, two, rest, pairs, others,
                 GROUP, HEADS, RECENT, ROTATED,
             )  # fmt: skip
-        if TRUSTED:
-            print = tl.zeros([BLOCK_M], tl.int64)
+        if TRUSTED:  # noqa: SIM102 (a question to the compiler, then one to the device)
             if made != 0:
                 middle_x, middle_y, middle_z = _first_mean(
                     k, k_s, first, turn, scaling, one, two, rest, pairs, others, HALF, REST, ROTATED
                 )
                 if tl.program_id(0) == 0:
                     _store3(middle, middle_x, middle_y, middle_z, True, one, two, rest, pairs, others, ROTATED)
-        else:
-            print = tl.zeros([BLOCK_M], tl.int64) + made * 31
-            STEP: tl.constexpr = min(12, SIZE + LEAD)  # a divisor: SIZE is a power of two, and LEAD its half
-            for start in range(0, SIZE + LEAD, STEP):
-                for i in tl.static_range(STEP):
-                    at = m.to(tl.int64) * SIZE + start + i - LEAD
-                    print += _print(k + at[:, None] * k_s, (live & (at >= 0))[:, None], start + i)
-        misfit = tl.where(live & (known != print), 1, 0)
-        if tl.max(misfit) > 0:
-            SOME: tl.constexpr = 32
-            misfits = tl.max(tl.reshape(misfit, [BLOCK_M // SOME, SOME]), 1)
-            for i in range(BLOCK_M // SOME):
-                if tl.max(tl.where(tl.arange(0, BLOCK_M // SOME) == i, misfits, 0)) > 0:
-                    n = tl.program_id(0) * BLOCK_M + i * SOME + tl.arange(0, SOME)
-                    _summarize(
-                        summaries + (head * room + n)[:, None] * DIM, k, k_s, n, can, turn, scaling,
-                        middle_x, middle_y, middle_z, one, two, rest, pairs, others,
-                        SIZE, LEAD, HALF, REST, ROTATED, SOME, WIDEN,
+        if QUERIES == 1:
+            u, w, same = _aim(u, w, same, whole, weight, a, c, e, middle_x, middle_y, middle_z, ROTATED, WIDEN)
+        for begin in range(tl.program_id(0) * BLOCK_M, can, tl.num_programs(0) * BLOCK_M):
+            m = begin + tl.arange(0, BLOCK_M)
+            live = m < can
+            kept = prints + head * room + m
+            rows = summaries + (head * room + m)[:, None] * DIM
+            print = tl.zeros([BLOCK_M], tl.int64)
+            if not TRUSTED:
+                print += made * 31
+                STEP: tl.constexpr = min(12, SIZE + LEAD)  # a divisor: SIZE is a power of two, and LEAD its half
+                for start in range(0, SIZE + LEAD, STEP):
+                    for i in tl.static_range(STEP):
+                        at = m.to(tl.int64) * SIZE + start + i - LEAD
+                        print += _print(k + at[:, None] * k_s, (live & (at >= 0))[:, None], start + i)
+            misfit = tl.where(live & (known != print), 1, 0)
+            if tl.max(misfit) > 0:
+                SOME: tl.constexpr = 32
+                misfits = tl.max(tl.reshape(misfit, [BLOCK_M // SOME, SOME]), 1)
+                for i in range(BLOCK_M // SOME):
+                    if tl.max(tl.where(tl.arange(0, BLOCK_M // SOME) == i, misfits, 0)) > 0:
+                        n = begin + i * SOME + tl.arange(0, SOME)
+                        _summarize(
+                            summaries + (head * room + n)[:, None] * DIM, k, k_s, n, can, turn, scaling,
+                            middle_x, middle_y, middle_z, one, two, rest, pairs, others,
+                            SIZE, LEAD, HALF, REST, ROTATED, SOME, WIDEN,
+                        )  # fmt: skip
+                tl.store(kept, print, mask=live)
+                tl.debug_barrier()
+            x, y, z = _kept3(rows, live[:, None], one, two, rest, pairs, others, ROTATED)
+            ahead = tl.num_programs(0) * BLOCK_M
+            known = tl.load(kept + ahead, mask=m + ahead < can, other=0)
+            for t in range(QUERIES):
+                if QUERIES > 1:
+                    p, _ = _where(
+                        query_positions, key_starts, query_mask, query_start, key_start, b, t,
+                        positions_b, positions_t, mask_b, mask_t,
                     )  # fmt: skip
-            tl.store(kept, print, mask=live)
-            tl.debug_barrier()
-        x, y, z = _kept3(rows, live[:, None], one, two, rest, pairs, others, ROTATED)
-        for t in range(QUERIES):
-            if QUERIES > 1:
-                p, _ = _where(
-                    query_positions, key_starts, query_mask, query_start, key_start, b, t,
-                    positions_b, positions_t, mask_b, mask_t,
-                )  # fmt: skip
-                u, w, same, whole, weight, a, c, e = _asked(
-                    q + t * q_t, k, p, turn, scaling, asking, log_decay, q_h, k_s, one, two, rest, pairs, others,
-                    GROUP, HEADS, RECENT, ROTATED,
-                )  # fmt: skip
-            u -= weight * middle_x
-            w -= weight * middle_y
-            if not ROTATED:
-                same -= weight * middle_z
-            inverse = _inverse(_square(u, w, same, ROTATED), whole)[:, None]
-            score = x.to(tl.float32) * _in_bfloat16(u * inverse + a, WIDEN).to(tl.float32)
-            score += y.to(tl.float32) * _in_bfloat16(w * inverse + c, WIDEN).to(tl.float32)
-            score = tl.sum(score, 1)
-            if not ROTATED:
-                score += tl.sum(z.to(tl.float32) * _in_bfloat16(same * inverse + e, WIDEN).to(tl.float32), 1)
-            level = _level(score, m < ALWAYS, INVERSE_STEP)
-            row = head * QUERIES + t
-            tl.store(levels + row * stride + m, level, mask=live)
-            n = tl.program_id(0) * (BLOCK_M // TOGETHER) + tl.arange(0, BLOCK_M // TOGETHER)
-            level = tl.max(tl.reshape(level.to(tl.int32), [BLOCK_M // TOGETHER, TOGETHER]), 1)
-            tl.store(highest + row * (stride // TOGETHER) + n, level.to(tl.int16), mask=n * TOGETHER < can)
+                    u, w, same, whole, weight, a, c, e = _asked(
+                        q + t * q_t, k, p, turn, scaling, asking, log_decay, q_h, k_s, one, two, rest, pairs, others,
+                        GROUP, HEADS, RECENT, ROTATED,
+                    )  # fmt: skip
+                    u, w, same = _aim(u, w, same, whole, weight, a, c, e, middle_x, middle_y, middle_z, ROTATED, WIDEN)
+                score = tl.sum(x.to(tl.float32) * u + y.to(tl.float32) * w, 1)
+                if not ROTATED:
+                    score += tl.sum(z.to(tl.float32) * same, 1)
+                level = _level(score, m < ALWAYS, INVERSE_STEP)
+                row = head * QUERIES + t
+                tl.store(levels + row * stride + m, level, mask=live)
+                n = begin // TOGETHER + tl.arange(0, BLOCK_M // TOGETHER)
+                level = tl.max(tl.reshape(level.to(tl.int32), [BLOCK_M // TOGETHER, TOGETHER]), 1)
+                tl.store(highest + row * (stride // TOGETHER) + n, level.to(tl.int16), mask=n * TOGETHER < can)
 
 
 @triton.jit
@@ -607,7 +623,7 @@ class Step:
         self.together = math.gcd(TOGETHER, chunk // choice.size)
         self.score = _score.bind(
             device,
-            (_cdiv(self.blocks, blocks), g, b),
+            (max(1, min(_cdiv(self.blocks, blocks), 2 * _processors(device) // (b * g))), g, b),
             (
                 selection.table, *places, scaling, choice.query, math.log2(choice.decay), first, self.stride,
                 *x.q.stride()[:3], *x.k.stride()[:3],
