@@ -51,6 +51,7 @@ own = {"chunk": 32, "window": 64, "reach": 160, "focus": 0, "fade": 0, "sinks": 
 law = small_law("3d-rpe", pretrained=256, context=4096, head_dim=64, **own)
 x = random_problem(law, h=4, g=2, t=1, s=400, dtype=torch.bfloat16)
 step.Step(x, splits=2)(x.q, x.k, x.v, None, Memory())
+step.Step(x, trusted=True)(x.q, x.k, x.v, None, Memory())
 x = random_problem(law, h=4, g=2, t=400, s=400, dtype=torch.bfloat16)
 selection = select.Selection(law, 16, x.q.device)
 queries = range(96, 400)
@@ -100,6 +101,6 @@ def test_the_decoding_kernels_compile_for_a_gpu():
 
 def test_the_kernels_of_a_choice_compile_for_a_gpu():
     """A variable that changes its type, or two returns of which one does not fit, the interpreter does not mind."""
-    kernels = {"_aim", "_score", "_choose", "_attend", "_means", "_aims", "_levels", "_marks", "_unions", "_far"}
+    kernels = {"_centre", "_score", "_choose", "_attend", "_means", "_aims", "_levels", "_marks", "_unions", "_far"}
     gradient = {"_queries", "_words", "_lists", "_keys"}
     assert set(compiled(COMPILE)) == kernels | gradient

@@ -242,6 +242,31 @@ def test_a_chosen_step_is_captured_and_replayed_on_new_keys():
         assert torch.equal(lse, fresh_lse)
 
 
+@pytest.mark.parametrize("used", [False, True])
+def test_a_trusted_step_is_captured_with_a_fresh_memory_and_with_a_used_one(used):
+    from rpe3d.attention import Memory
+    from rpe3d.attention.chosen.step import Step
+
+    law = small_law("3d-rpe", pretrained=256, context=4096, head_dim=64, sinks=0, **CHOOSING)
+    x = random_problem(law, "cuda", t=1, s=400, dtype=torch.bfloat16)
+    step, memory = Step(x, trusted=True), Memory()
+    truth, truth_lse = step(x.q, x.k, x.v, None, Memory())
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        if used:
+            step(x.q, x.k, x.v, None, memory)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            out, lse = step(x.q, x.k, x.v, None, memory)
+    for _ in range(3):
+        out.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, truth)
+        assert torch.equal(lse, truth_lse)
+
+
 def test_a_prompt_whose_queries_choose_goes_through_kernels():
     law = small_law("3d-rpe", pretrained=256, context=4096, head_dim=64, sinks=0, **CHOOSING)
     x = random_problem(law, "cuda", t=500, s=500, dtype=torch.bfloat16)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from rpe3d.attention.chosen.memory import PRINTED, Memory
 from rpe3d.attention.chosen.select import (
+    TOGETHER,
     WIDEST,
     Selection,
     _choosable,
@@ -43,7 +44,6 @@ from rpe3d.geometry import Law
 from rpe3d.rotation.launch import Launcher
 
 _PRINTED = tl.constexpr(PRINTED)
-TOGETHER = 8  # blocks, of which the highest level is kept as well, where chunks have as many
 LEAST_KEYS = 64  # of a split
 PROGRAMS = 3  # that attend, on each processor: as many as have room for their registers
 
