@@ -120,7 +120,7 @@ def test_a_sequence_in_a_batch_has_the_gradient_that_it_has_alone(device):
 
 
 def test_padding_alone_has_no_gradient(device):
-    mask = torch.zeros(1, 40, dtype=torch.bool)
+    mask = torch.zeros(1, 40, dtype=torch.bool, device=device)
     x = problem(law_for(), device, t=40, s=40, query_mask=mask, key_mask=mask)
     for found in gradients(x, solving(chosen.Kernels(x)), torch.ones_like(x.q)):
         assert not found.any()
@@ -237,12 +237,17 @@ def test_activations_may_be_recomputed(device):
 
 
 def test_training_takes_the_kernels_on_a_gpu_and_the_specification_elsewhere(device):
+    """And the specification in float32, whose gradients by kernels an H200 has not shown to be good enough."""
     x = problem(law_for(), device, t=LONG)
     learning = replace(x, q=x.q.detach().clone().requires_grad_())
     assert explain(x)[0] == "chosen"
-    assert explain(learning)[0] == ("chosen" if device.type == "cuda" else "blocked")
-    if device.type != "cuda":
-        assert chosen.refusal(learning) == "it has no gradient here: its kernels run on a GPU, not on cpu"
+    assert explain(learning)[0] == "blocked"
+    where = "its kernels run on a GPU, not on cpu"
+    if device.type == "cuda":
+        half = [y.bfloat16() for y in (x.q, x.k, x.v)]
+        assert explain(replace(x, q=half[0].requires_grad_(), k=half[1], v=half[2]))[0] == "chosen"
+        where = "the kernels' gradient is for float16 and bfloat16"
+    assert chosen.refusal(learning) == f"it has no gradient here: {where}"
     weight = torch.randn_like(x.q)
     solve = partial(attention, law=x.law, rotated=True)
     for ours, truth in zip(*(gradients(x, y, weight) for y in (solve, solving(chosen.Kernels(x)))), strict=True):

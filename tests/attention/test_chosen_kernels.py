@@ -265,6 +265,7 @@ def test_blocks_are_chosen_by_level_and_of_those_that_are_level_the_last(kind, p
         room = torch.full((512,), 32767, dtype=torch.int16)  # what lies beyond is not chosen
         room[:can] = levels
         given = [x.to(device) for x in (room, room.view(-1, together).amax(1))]
+        device = given[0].device  # with its number, as a launch needs it
         picked, lists = (torch.full((most + 1,), -1, dtype=torch.int32, device=device) for _ in range(2))
         counts = torch.empty(1, dtype=torch.int32, device=device)
         made = torch.full((1,), -1, dtype=torch.int64, device=device)

@@ -140,6 +140,7 @@ def test_one_long_sequence_among_short_ones_is_shared_out(device, monkeypatch):
     from rpe3d.attention.decode import paged as paged_kernel
 
     monkeypatch.setattr(paged_kernel, "LEAST_KEYS", 32)
+    monkeypatch.setattr(paged_kernel, "_processors", lambda _: 4)  # on a GPU as well
     law = law_for("3d-rpe", focus=0, fade=0)
     made = steps(law, device, sequences=3, least_tiles=1)
     made.room.fill_(torch.nan)

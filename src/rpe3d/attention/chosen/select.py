@@ -543,12 +543,12 @@ class Selection:
         aims = torch.empty(b, g, len(queries), d, dtype=torch.bfloat16, device=q.device)
         _aims(
             q.device,
-            (_cdiv(len(queries), 32), g, b),
+            (_cdiv(len(queries), 64), g, b),
             (
                 q, k, centre, aims, self.table, 1 / self.law.attention_scaling, queries.start, len(queries), start + t,
                 start, self.choice.decay, self.choice.query, *q.stride()[:3], *k.stride()[:3],
             ),
-            {"GROUP": h // g, "RECENT": self.choice.recent, **self.vectors(d), "BLOCK_M": 32, "WIDEN": INTERPRETED},
+            {"GROUP": h // g, "RECENT": self.choice.recent, **self.vectors(d), "BLOCK_M": 64, "WIDEN": INTERPRETED},
             {"num_warps": 8},
         )  # fmt: skip
         return aims
