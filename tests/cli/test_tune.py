@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 from refusal import refusal
 
 import rpe3d
@@ -76,18 +77,109 @@ def test_the_first_token_keeps_its_weight_where_that_costs_less(folder, tmp_path
     weighed = content["measured"]["weighed"]
     assert weighed["even"] == {"length": 512, "seeds": [0, 1], "text": 2.5, "again": pytest.approx(0.1)}
     assert weighed["anchored"]["again"] == pytest.approx(0.09)
+    assert list(weighed) == ["even", "anchored"]  # on a CPU, unless asked for more
+    assert content["measured"]["picked"]["way"] == "anchored"
     said = " ".join(capsys.readouterr().out.split())
     assert "reach 128: half of the pretrained length" in said
-    assert "at 512 tokens text and repetitions cost 2.500 + 0.100 nats where all far keys fade, 2.500 + 0.090" in said
+    assert (
+        "focus 1, fade 0.5, sinks 1: at 512 tokens text and repetitions cost 2.500 + 0.100 nats where all far keys "
+        "fade (even), 2.500 + 0.090 where the first token does not (anchored); anchored is picked, as none costs less"
+    ) in said
 
 
-def test_a_context_that_the_model_uses_anyway_is_exact(folder, tmp_path, capsys, monkeypatch):
+def costing(**costs):
+    """A measurement in which repetitions cost as much under each way as is said here; the stock model copies all."""
+    usual = copies_up_to(256)
+
+    def measure(model, *_):
+        law = rpe3d.law_of(model)
+        way = None if law is None else "chosen" if law.chooses else "anchored" if law.sinks else "even"
+        return [one if way is None else replace(one, again=costs[way]) for one in usual()]
+
+    return measure
+
+
+def test_a_chosen_far_field_is_picked_where_it_costs_least(folder, tmp_path, capsys, monkeypatch):
+    """Asked for by --chosen: the file and the words name all three ways, and the law has the rule's blocks."""
+    monkeypatch.setattr(effective, "measure_distances", costing(even=0.3, anchored=0.2, chosen=0.1))
+    out = tmp_path / "law.json"
+    assert run(folder, "--context", "1k", "--out", out, "--chosen", "--device", "cpu") == 0
+    content = json.loads(out.read_text())
+    measured = content.pop("measured")
+    made = rpe3d.make_law(**content)
+    assert (made.chunk, made.window, made.reach) == (64, 64, 128)
+    assert (made.far, made.block, made.first) == (8, 16, 128)
+    assert (made.focus, made.fade, made.sinks) == (0.0, 0.0, 0)
+    assert {way: one["again"] for way, one in measured["weighed"].items()} == pytest.approx(
+        {"even": 0.3, "anchored": 0.2, "chosen": 0.1}
+    )
+    assert measured["picked"] == {"way": "chosen", "criterion": "text + again is the lowest"}
+    said = " ".join(capsys.readouterr().out.split())
+    assert "far 8: blocks of 16 keys that a query sees; half of the reach, 8 blocks at least" in said
+    assert (
+        "focus 0, fade 0, sinks 0: at 512 tokens text and repetitions cost 2.500 + 0.300 nats where all far keys fade "
+        "(even), 2.500 + 0.200 where the first token does not (anchored), 2.500 + 0.100 where a query chooses its far "
+        "keys (chosen); chosen is picked, as none costs less"
+    ) in said
+    model = load(str(folder), device="cpu").model
+    assert rpe3d.law_of(rpe3d.extend(model, out)) == made
+
+
+def test_of_ways_that_cost_the_same_the_earlier_is_picked(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(effective, "measure_distances", costing(even=0.3, anchored=0.2, chosen=0.2))
+    out = tmp_path / "law.json"
+    assert run(folder, "--context", "1k", "--out", out, "--chosen", "--device", "cpu") == 0
+    content = json.loads(out.read_text())
+    assert content["measured"]["picked"]["way"] == "anchored"
+    assert "far" not in content
+    assert "anchored is picked, as none costs less" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("device", "chosen", "ways"),
+    [
+        ("cpu", None, ["even", "anchored"]),
+        ("cpu", True, ["even", "anchored", "chosen"]),
+        ("cuda", None, ["even", "anchored", "chosen"]),
+        ("cuda", False, ["even", "anchored"]),
+        ("mps", None, ["even", "anchored"]),
+    ],
+)
+def test_a_chosen_far_field_is_weighed_where_its_kernels_run_or_when_asked_for(
+    folder, monkeypatch, device, chosen, ways
+):
+    """The kernels of `far` run on a GPU alone (docs/footguns.md); the model only says that it is on one here."""
+    loaded = load(str(folder), device="cpu")
+    monkeypatch.setattr(effective, "measure_distances", costing(even=0.3, anchored=0.2, chosen=0.1))
+    monkeypatch.setitem(tune.__globals__, "about", lambda *_: {})  # it would ask the GPU for its name
+    monkeypatch.setattr(type(loaded.model), "device", torch.device(device))
+    tuned = tune(loaded.model, loaded.tokenizer, context=1024, chosen=chosen)
+    assert list(tuned.weighed) == list(tuned.measured["weighed"]) == ways
+    assert tuned.picked == ways[-1]
+    assert tuned.law.chooses == (ways[-1] == "chosen")
+
+
+def test_a_law_file_of_before_is_read_as_it_was(folder, tmp_path):
+    """As 0.2 wrote it: two ways, and no word on which was picked."""
+    one = {"length": 512, "seeds": [0, 1], "text": 2.5, "again": 0.1}
+    about = {"name": "3d-rpe", "pretrained": 256, "context": 1024, "head_dim": 16}
+    own = {"chunk": 64, "window": 64, "reach": 128, "focus": 1.0, "fade": 0.5, "sinks": 1}
+    file = tmp_path / "before.json"
+    measured = {"effective": 256, "weighed": {"even": one, "anchored": one}}
+    file.write_text(json.dumps({**about, **own, "measured": measured}))
+    assert law(str(file)).parameters == own
+    model = load(str(folder), device="cpu").model
+    assert rpe3d.law_of(rpe3d.extend(model, file)).own == own
+
+
+@pytest.mark.parametrize("asked", ["--chosen", "--no-chosen"])
+def test_a_context_that_the_model_uses_anyway_is_exact(folder, tmp_path, capsys, monkeypatch, asked):
     monkeypatch.setattr(effective, "measure_distances", copies_up_to(256))
     out = tmp_path / "law.json"
-    assert run(folder, "--context", "256", "--out", out, "--device", "cpu") == 0
+    assert run(folder, "--context", "256", "--out", out, asked, "--device", "cpu") == 0
     assert "all of it is exact RoPE" in capsys.readouterr().out
     content = json.loads(out.read_text())
-    assert content["measured"]["weighed"] == {}
+    assert content["measured"]["weighed"] == content["measured"]["picked"] == {}
     assert (content["window"], content["reach"], content["focus"], content["fade"]) == (192, 256, 0.0, 0.0)
 
 
@@ -142,6 +234,10 @@ def test_a_law_file_is_replaced_only_when_asked(folder, tmp_path, capsys, monkey
         (["--context", "1k", "--out", "law"], "the law file law is not called .json"),
         (["--context", "1k", "--out", "none/law.json"], "there is no folder none"),
         (["--context", "1k", "--trials", "0"], "trials is 0, outside [1, 2147483648]"),
+        (
+            ["--context", "1k", "--law", "dpe", "--chosen"],
+            "--chosen is about the far field of 3d-rpe, and dpe has none",
+        ),
         (["--context", "1k", "--texts", "none.txt"], "cannot read none.txt: No such file or directory"),
     ],
 )

@@ -9,8 +9,11 @@ import rpe3d
 from rpe3d.config import ConfigError
 from rpe3d.evaluate import Tokens, effective
 from rpe3d.evaluate.effective import (
+    WAYS,
     Distance,
+    Weighed,
     averaged,
+    cheapest,
     effective_context,
     longest,
     make_nested,
@@ -101,28 +104,55 @@ def test_the_effective_context_ends_at_the_first_failure(measured, found):
 
 
 @pytest.mark.parametrize(
-    ("effective", "pretrained", "chunk", "windows", "reach"),
+    ("effective", "pretrained", "chunk", "windows", "reach", "far"),
     [
-        (5120, 8192, 512, (2560, 2048), 3840),
-        (2048, 2048, 128, (640, 512), 1024),
-        (4096, 4096, 256, (1280, 1024), 2048),
-        (131072, 131072, 512, (40960, 32768), 65536),
-        (1024, 2048, 128, (512, 384), 768),
-        (64, 64, 16, (16, 16), 32),
+        (5120, 8192, 512, (2560, 2048), 3840, 120),
+        (8192, 8192, 512, (2560, 2048), 4096, 128),
+        (2048, 2048, 128, (640, 512), 1024, 32),
+        (4096, 4096, 256, (1280, 1024), 2048, 64),
+        (32768, 32768, 512, (10240, 8192), 16384, 512),
+        (131072, 131072, 512, (40960, 32768), 65536, 2048),
+        (1024, 2048, 128, (512, 384), 768, 24),
+        (64, 64, 16, (16, 16), 32, 8),
     ],
 )
-@pytest.mark.parametrize("anchored", [False, True])
-def test_all_follows_from_the_effective_context(effective, pretrained, chunk, windows, reach, anchored):
-    chosen = pick(effective, pretrained, 8 * pretrained, anchored=anchored)
-    weights = {"focus": 1.0, "fade": 0.5, "sinks": 1} if anchored else {"focus": FOCUS, "fade": FADE, "sinks": 0}
-    assert chosen == {"chunk": chunk, "window": windows[anchored], "reach": reach} | weights
-    rpe3d.make_law("3d-rpe", pretrained=pretrained, context=8 * pretrained, head_dim=64, **chosen)
+@pytest.mark.parametrize("way", WAYS)
+def test_all_follows_from_the_effective_context(effective, pretrained, chunk, windows, reach, far, way):
+    """The rules in the docstring of `pick`; `make_law` takes what they give."""
+    picked = pick(effective, pretrained, 8 * pretrained, way)
+    weights = {
+        "even": {"focus": FOCUS, "fade": FADE, "sinks": 0},
+        "anchored": {"focus": 1.0, "fade": 0.5, "sinks": 1},
+        "chosen": {"focus": 0.0, "fade": 0.0, "sinks": 0, "far": far, "block": 16},
+    }[way]
+    assert picked == {"chunk": chunk, "window": windows[way == "anchored"], "reach": reach} | weights
+    rpe3d.make_law("3d-rpe", pretrained=pretrained, context=8 * pretrained, head_dim=64, **picked)
 
 
+@pytest.mark.parametrize("effective", [32, 100, 160, 250, 1000, 3001])
+@pytest.mark.parametrize("times", [2, 8])
+def test_a_chosen_far_field_is_a_law_whatever_the_chunk(effective, times):
+    """Where 16 does not divide the chunk, blocks are those of the law's own default; no key fades."""
+    law = rpe3d.make_law(
+        "3d-rpe",
+        pretrained=4096,
+        context=times * 4096,
+        head_dim=64,
+        **pick(effective, 4096, times * 4096, "chosen"),
+    )
+    usual = rpe3d.make_law("3d-rpe", pretrained=4096, context=8192, head_dim=64, chunk=law.chunk, far=1)
+    assert (law.block, law.first, law.focus, law.fade) == (usual.block, usual.first, usual.focus, usual.fade)
+    assert law.far == max(8, law.reach // 2 // law.block)
+    even = pick(effective, 4096, times * 4096)
+    assert (law.chunk, law.window, law.reach) == (even["chunk"], even["window"], even["reach"])
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("pretrained", [64, 1000, 2048, 8192])
-def test_a_context_that_the_model_uses_is_exact(pretrained):
-    chosen = pick(pretrained, pretrained, pretrained)
-    law = rpe3d.make_law("3d-rpe", pretrained=pretrained, context=pretrained, head_dim=64, **chosen)
+def test_a_context_that_the_model_uses_is_exact(pretrained, way):
+    picked = pick(pretrained, pretrained, pretrained, way)
+    law = rpe3d.make_law("3d-rpe", pretrained=pretrained, context=pretrained, head_dim=64, **picked)
+    assert not law.chooses
     q, k = torch.tensor([pretrained - 1]), torch.arange(pretrained)
     assert torch.equal(law.relative_position(q, k), (q - k).double())
 
@@ -138,17 +168,40 @@ def test_the_rule_agrees_in_form_with_the_defaults_of_3d_rpe(pretrained):
     assert chosen["chunk"] in (min(512, law.chunk), law.chunk // 2) or chosen["chunk"] == 128
 
 
-def test_both_choices_are_weighed_on_the_same_windows_and_the_model_is_stock_again(model):
+@pytest.mark.parametrize("way", ["anchored", "chosen"])
+def test_all_ways_are_weighed_on_the_same_windows_and_the_model_is_stock_again(model, way):
     text = [Tokens(name="a", ids=torch.randint(2, 250, (4000,), generator=torch.Generator().manual_seed(0)))]
     found = weigh(model, 160, 256, text, 512, [0, 1], (), quiet)
     assert rpe3d.law_of(model) is None
-    extended = rpe3d.extend(model, "3d-rpe", context=512, **pick(160, 256, 512, anchored=True))
+    assert list(found) == ["even", "anchored", "chosen"]
+    extended = rpe3d.extend(model, "3d-rpe", context=512, **pick(160, 256, 512, way))
     alone = measure_distances(extended, text, 512, [0, 1], (), quiet)
     restore(model)
-    assert found["anchored"].again == pytest.approx(sum(one.again for one in alone) / 8)
-    assert found["anchored"].text == pytest.approx(sum(one.text for one in alone) / 8)
-    assert found["anchored"] != found["even"]
+    assert found[way].again == pytest.approx(sum(one.again for one in alone) / 8)
+    assert found[way].text == pytest.approx(sum(one.text for one in alone) / 8)
+    assert found[way] != found["even"]
     assert found["even"].cost == found["even"].text + found["even"].again
+
+
+def test_only_the_ways_that_are_asked_for_are_weighed(model):
+    text = [Tokens(name="a", ids=torch.randint(2, 250, (4000,), generator=torch.Generator().manual_seed(0)))]
+    assert list(weigh(model, 160, 256, text, 512, [0], (), quiet, ways=["even", "chosen"])) == ["even", "chosen"]
+
+
+@pytest.mark.parametrize(
+    ("costs", "found"),
+    [
+        ({"even": 2.0, "anchored": 1.5, "chosen": 1.0}, "chosen"),
+        ({"even": 2.0, "anchored": 1.0, "chosen": 1.5}, "anchored"),
+        ({"even": 1.0, "anchored": 1.0, "chosen": 1.0}, "even"),
+        ({"even": 2.0, "anchored": 1.0, "chosen": 1.0}, "anchored"),
+        ({"even": 2.0, "anchored": 1.0}, "anchored"),
+        ({"even": 1.0, "anchored": float("nan"), "chosen": float("nan")}, "even"),
+    ],
+)
+def test_the_lowest_cost_wins_and_of_two_alike_the_earlier(costs, found):
+    """A cost is that of text and of repetitions together."""
+    assert cheapest({way: Weighed(text=cost / 4, again=cost * 3 / 4) for way, cost in costs.items()}) == found
 
 
 @pytest.mark.parametrize("first", [(), (0,)])

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, BooleanOptionalAction, Namespace
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rpe3d import files
 from rpe3d.cli.arguments import check_writable, command_line, need, size, write_json
@@ -16,10 +16,17 @@ from rpe3d.config import ConfigError, whole
 
 if TYPE_CHECKING:
     from rpe3d.evaluate.detection import Trial
-    from rpe3d.evaluate.effective import Distance, Weighed
+    from rpe3d.evaluate.effective import Distance
+    from rpe3d.evaluate.tune import Tuned
 
 LAWS = ("3d-rpe", "dpe")
 TRIALS, QUESTIONS = 4, 10
+CHOSEN = "also weigh a far field of which each query sees what it chooses; by default on a GPU only"
+WAYS = {
+    "even": "where all far keys fade",
+    "anchored": "where the first token does not",
+    "chosen": "where a query chooses its far keys",
+}
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -31,6 +38,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_text_arguments(parser)
     add("--trials", metavar="N", type=int, help=f"windows to measure; default {TRIALS}, for dpe {QUESTIONS} questions")
     add("--seed", metavar="N", type=int, default=0, help="seed of the first trial; default 0; dpe has RULER's")
+    add("--chosen", action=BooleanOptionalAction, help=CHOSEN)
     add_model_arguments(parser)
     add("--overwrite", action="store_true", help="replace an existing law file")
 
@@ -47,9 +55,11 @@ def run(arguments: Namespace) -> int:
     usual_trials = QUESTIONS if arguments.law == "dpe" else TRIALS
     trials = whole("trials", usual_trials if arguments.trials is None else arguments.trials)
     if arguments.law == "dpe":
+        if arguments.chosen is not None:
+            raise ConfigError("--chosen is about the far field of 3d-rpe, and dpe has none", "leave it out")
         return _detect(arguments, trials)
     seed = whole("seed", arguments.seed, least=0)
-    from rpe3d.evaluate import effective, read_texts, tune
+    from rpe3d.evaluate import read_texts, tune
     from rpe3d.geometry import LawSpec
     from rpe3d.models import law_of
 
@@ -66,6 +76,7 @@ def run(arguments: Namespace) -> int:
             texts=texts,
             trials=trials,
             seed=seed,
+            chosen=arguments.chosen,
             name=arguments.model,
             command=command_line(),
             progress=progress,
@@ -73,8 +84,7 @@ def run(arguments: Namespace) -> int:
     with files.refusing(f"cannot write {out}", "give --out a place to write to"):
         tuned.write(out)
     _print_distances(tuned.distances)
-    told = tuned.law.to_dict()
-    for line in _reasons(tuned.effective, told["pretrained"], effective.AT_MOST, told, tuned.length, tuned.weighed):
+    for line in _reasons(tuned):
         print(line)
     say(f"wrote {out}: `--laws {out}` compares with it")
     return 0
@@ -135,33 +145,45 @@ def _print_distances(distances: list[Distance]) -> None:
     show(table)
 
 
-def _reasons(
-    used: int, pretrained: int, at_most: float, law: dict[str, Any], length: int, weighed: dict[str, Weighed]
-) -> list[str]:
+def _reasons(tuned: Tuned) -> list[str]:
     """Say what was chosen and why, a line for each parameter."""
+    from rpe3d.evaluate import effective
+
+    law, used = tuned.law.to_dict(), tuned.effective
+    pretrained = law["pretrained"]
     if not used:
         return [
             "It copies from nowhere, so its effective context cannot be told this way: the rule of thumb stands.",
             f"chunk {law['chunk']}, window {law['window']}, reach {law['reach']}: 1/16, 5/16 and 1/2 of {pretrained}",
         ]
     found = (
-        f"It copies from up to {used} of its {pretrained} positions back (averaged share at most {at_most:.0%}): "
-        "that is its effective context."
+        f"It copies from up to {used} of its {pretrained} positions back "
+        f"(averaged share at most {effective.AT_MOST:.0%}): that is its effective context."
     )
     if law["context"] <= used:
         return [found, f"The context of {law['context']} is no longer, so that all of it is exact RoPE."]
     least = "half of the pretrained length" if law["reach"] < 3 * used // 4 else "3/4 of that"
-    reason = "the defaults, since the texts are too short to try another"
-    if weighed:
-        even, anchored = (f"{one.text:.3f} + {one.again:.3f}" for one in weighed.values())
-        reason = (
-            f"at {length} tokens text and repetitions cost {even} nats where all far keys fade, "
-            f"{anchored} where the first token does not"
-        )
+    weights = f"focus {law['focus']:g}, fade {law['fade']:g}, sinks {law['sinks']}"
+    far = []
+    if "far" in law:
+        fewest = f"{effective.FEWEST} blocks at least"
+        far = [f"far {law['far']}: blocks of {law['block']} keys that a query sees; half of the reach, {fewest}"]
     return [
         found,
         f"reach {law['reach']}: {least}; no pair is shown a distance beyond",
         f"window {law['window']}: {'1/2' if law['sinks'] else '5/8'} of the reach, in whole chunks, is exact",
         f"chunk {law['chunk']}: a tenth of what it uses, as a power of two from 128 to 512",
-        f"focus {law['focus']:g}, fade {law['fade']:g}, sinks {law['sinks']}: {reason}",
+        *far,
+        f"{weights}: {_weighing(tuned)}",
     ]
+
+
+def _weighing(tuned: Tuned) -> str:
+    """Say what each way costs that was weighed, and which was picked."""
+    if tuned.picked is None:
+        return "the defaults, since the texts are too short to try another"
+    first, *others = (
+        (f"{one.text:.3f} + {one.again:.3f}", f"{WAYS[way]} ({way})") for way, one in tuned.weighed.items()
+    )
+    costs = ", ".join([" nats ".join(first), *(" ".join(other) for other in others)])
+    return f"at {tuned.length} tokens text and repetitions cost {costs}; {tuned.picked} is picked, as none costs less"

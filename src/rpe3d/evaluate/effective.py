@@ -8,12 +8,13 @@ the mean with the distances before and after: single distances are noisy, and on
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -22,13 +23,18 @@ from rpe3d.config import ConfigError
 from rpe3d.evaluate.grid import Progress
 from rpe3d.evaluate.likelihood import token_nll
 from rpe3d.evaluate.texts import Tokens
-from rpe3d.geometry.laws.bounded import FADE, FOCUS
+from rpe3d.geometry.laws.bounded import BLOCK, FADE, FOCUS
 from rpe3d.models import extend, restore
 
 STEPS = 8
 AT_MOST = 0.5
 SHORTEST = 256
-ANCHORED = {"focus": 1.0, "fade": 0.5, "sinks": 1}
+FEWEST = 8
+"""Far blocks that a query chooses at least: an eighth of them, one, is always the first."""
+
+Way = Literal["even", "anchored", "chosen"]
+"""All far keys fade; all but the first token do; or a query chooses the far keys that it sees."""
+WAYS: tuple[Way, ...] = get_args(Way)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,25 +143,30 @@ def effective_context(distances: Sequence[Distance]) -> int:
     return max((one.distance for one, _ in near), default=0)
 
 
-def pick(effective: int, pretrained: int, context: int, *, anchored: bool = False) -> dict[str, Any]:
+def pick(effective: int, pretrained: int, context: int, way: Way = "even") -> dict[str, Any]:
     """Choose 3D-RPE's parameters for a model that uses `effective` positions; all exact for a context within them.
 
     The reach is 3/4 of them, which leaves room for the weaker layers, and at most half of the pretrained length: of
     what lies farther back, most tokens of the pretraining have seen nothing. A chunk is a tenth of them, as a power of
     two from 128 to 512. The defaults of `3d-rpe` are the same for a model that uses 2/3 of its pretrained length.
 
-    `anchored`: the first token does not fade, so the others may fade more, and more of them may be far. `weigh` tells
-    for which models that is better.
+    "anchored": the first token does not fade, so the others may fade more, and more of them may be far. "chosen": no
+    far key fades, and a query sees as many as half of the reach, in blocks. `weigh` tells which is best for a model.
     """
     chunk = min(512, max(128, 1 << (effective // 10).bit_length() - 1), effective // 4)
     if context <= effective:
         chunk = next(size for size in range(chunk, 0, -1) if context % size == 0)  # the reach is all of it
         return {"chunk": chunk, "window": context - chunk, "reach": context, "focus": 0.0, "fade": 0.0, "sinks": 0}
     reach = max(2 * chunk, min(3 * effective // 4, pretrained // 2))
-    exact = reach * (1 / 2 if anchored else 5 / 8)
+    exact = reach * (1 / 2 if way == "anchored" else 5 / 8)
     window = max(1, min(round(exact / chunk), reach // chunk - 1)) * chunk
-    weights = ANCHORED if anchored else {"focus": FOCUS, "fade": FADE, "sinks": 0}
-    return {"chunk": chunk, "window": window, "reach": reach, **weights}
+    block = math.gcd(BLOCK, chunk)
+    weights: dict[Way, dict[str, Any]] = {
+        "even": {"focus": FOCUS, "fade": FADE, "sinks": 0},
+        "anchored": {"focus": 1.0, "fade": 0.5, "sinks": 1},
+        "chosen": {"focus": 0.0, "fade": 0.0, "sinks": 0, "far": max(FEWEST, reach // 2 // block), "block": block},
+    }
+    return {"chunk": chunk, "window": window, "reach": reach, **weights[way]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,14 +190,21 @@ def weigh(
     seeds: Sequence[int],
     first: tuple[int, ...],
     progress: Progress,
-) -> dict[str, Weighed]:
-    """Measure windows of `length` under either choice of `pick`. The model is stock before and afterwards."""
+    *,
+    ways: Sequence[Way] = WAYS,
+) -> dict[Way, Weighed]:
+    """Measure windows of `length` under each way of `pick`. The model is stock before and afterwards."""
     weighed = {}
-    for name, anchored in (("even", False), ("anchored", True)):
-        extend(model, "3d-rpe", context=length, **pick(effective, pretrained, length, anchored=anchored))
+    for way in ways:
+        extend(model, "3d-rpe", context=length, **pick(effective, pretrained, length, way))
         try:
             found = measure_distances(model, texts, length, seeds, first, progress)
         finally:
             restore(model)
-        weighed[name] = Weighed(text=fmean(one.text for one in found), again=fmean(one.again for one in found))
+        weighed[way] = Weighed(text=fmean(one.text for one in found), again=fmean(one.again for one in found))
     return weighed
+
+
+def cheapest(weighed: Mapping[Way, Weighed]) -> Way:
+    """Return the way that costs least, the earlier of two that cost the same."""
+    return min(weighed, key=lambda way: weighed[way].cost)

@@ -2,7 +2,8 @@
 
 The law file: what `Law.to_dict` gives, and "measured": {"command", "model", "versions", "texts", "seeds", "criterion",
 "effective": positions, or 0 where it copies from nowhere, "distances": [{"distance", "first", "again", "text"}],
-"weighed": {"even" and "anchored": {"length", "seeds", "text", "again"}}, empty where there was nothing to choose}.
+"weighed": {"even", "anchored" and, where it was tried, "chosen": {"length", "seeds", "text", "again"}}, and "picked":
+{"way": one of them, "criterion"}; both are empty where there was nothing to choose. Files of 0.2 have no "picked"}.
 That of `rpe3d tune --law dpe` has "task", "samples", "others": the scale of the groups that are not tried, and
 "trials": [{"group", "scale", "score"}] in place of what follows "texts".
 """
@@ -18,7 +19,7 @@ from typing import Any
 
 from rpe3d.config import whole
 from rpe3d.evaluate import effective
-from rpe3d.evaluate.effective import Distance, Weighed
+from rpe3d.evaluate.effective import Distance, Way, Weighed
 from rpe3d.evaluate.grid import Progress, silent
 from rpe3d.evaluate.origin import versions
 from rpe3d.evaluate.texts import Text, default_texts, tokenize
@@ -30,7 +31,7 @@ from rpe3d.text import opening
 
 TRIALS = 4
 WEIGHED = 2
-"""Trials for each of two laws, at twice the pretrained length."""
+"""Trials for each way that is weighed, at twice the pretrained length."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +44,10 @@ class Tuned:
     distances: list[Distance]
     length: int
     """Tokens in the windows of `weighed`."""
-    weighed: dict[str, Weighed]
-    """Whether the first token should fade with the rest; empty where there was nothing to choose."""
+    weighed: dict[Way, Weighed]
+    """What each way to see far keys costs; empty where there was nothing to choose."""
+    picked: Way | None
+    """The way in `weighed` that costs least, and is the law's; None where there was nothing to choose."""
     measured: dict[str, Any]
     """What the law file says of its origin."""
 
@@ -62,6 +65,7 @@ def tune(
     texts: Sequence[Text] = (),
     trials: int = TRIALS,
     seed: int = 0,
+    chosen: bool | None = None,
     name: str | None = None,
     command: str | None = None,
     progress: Progress = silent,
@@ -72,6 +76,7 @@ def tune(
         rpe3d.extend(model, tuned.law)
 
     It reads `texts` (default: Python's language reference) in windows of the pretrained length and of twice that.
+    `chosen` says whether it also weighs a chosen far field (`far`); by default on a GPU only, where that has kernels.
     """
     seed, trials = whole("seed", seed, least=0), whole("trials", trials)
     texts = list(texts) or default_texts()
@@ -85,11 +90,13 @@ def tune(
     length = min(context, 2 * pretrained, effective.longest(tokens))
     again, weighed = seeds[:WEIGHED], {}
     if 0 < used < length:
-        weighed = effective.weigh(model, used, pretrained, tokens, length, again, first, progress)
+        with_chosen = model.device.type == "cuda" if chosen is None else chosen
+        ways = [way for way in effective.WAYS if way != "chosen" or with_chosen]
+        weighed = effective.weigh(model, used, pretrained, tokens, length, again, first, progress, ways=ways)
+    picked = effective.cheapest(weighed) if weighed else None
     if used:
-        anchored = bool(weighed) and weighed["anchored"].cost < weighed["even"].cost
         law = make_law(
-            "3d-rpe", context=context, **known, **effective.pick(used, pretrained, context, anchored=anchored)
+            "3d-rpe", context=context, **known, **effective.pick(used, pretrained, context, picked or "even")
         )
     measured = {
         "command": command or shlex.join(sys.argv),
@@ -100,6 +107,15 @@ def tune(
         "criterion": f"again / first, averaged with both neighbours, is at most {effective.AT_MOST}",
         "effective": used,
         "distances": [asdict(one) for one in distances],
-        "weighed": {name: {"length": length, "seeds": again, **asdict(one)} for name, one in weighed.items()},
+        "weighed": {way: {"length": length, "seeds": again, **asdict(one)} for way, one in weighed.items()},
+        "picked": {"way": picked, "criterion": "text + again is the lowest"} if picked else {},
     }
-    return Tuned(law=law, effective=used, distances=distances, length=length, weighed=weighed, measured=measured)
+    return Tuned(
+        law=law,
+        effective=used,
+        distances=distances,
+        length=length,
+        weighed=weighed,
+        picked=picked,
+        measured=measured,
+    )
