@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib.util import find_spec
@@ -39,8 +40,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 # Files of half a minute and more, the longest first: two processes that share the files then end together. Those of the
 # default model do not stand side by side, since one would wait until the other has converted it.
 LONG = (
-    "models/test_default.py", "attention/test_prefill.py", "models/test_extend.py", "attention/test_chosen_kernels.py",
-    "train/test_run.py", "attention/test_paged_kernel.py", "attention/test_decode.py", "cli/test_eval.py",
+    "gpu/test_cuda.py", "models/test_default.py", "attention/test_prefill.py", "models/test_extend.py", "attention/test_chosen_kernels.py",
+    "train/test_run.py", "attention/test_chosen_gradients.py", "attention/test_paged_kernel.py", "attention/test_decode.py", "cli/test_eval.py",
     "attention/test_compile.py", "train/test_processes.py", "evaluate/test_row.py", "evaluate/test_longppl.py",
     "train/test_finetune_benchmark.py", "test_examples.py", "rotation/test_rotate.py", "attention/test_attention.py",
     "train/test_fsdp.py", "tools/test_choosing_benchmark.py", "evaluate/test_report.py", "cli/test_compare.py",
@@ -53,6 +54,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         places = {Path(__file__).parent / name: place for place, name in enumerate(LONG)}
         items.sort(key=lambda item: places.get(item.path, len(places)))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Say at once what failed on a GPU: such a machine may be gone before the summary."""
+    if report.failed and torch.cuda.is_available() and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"\n{report.nodeid}\n{report.longreprtext[-3000:]}", file=sys.stderr, flush=True)
 
 
 def pytest_collection_finish() -> None:

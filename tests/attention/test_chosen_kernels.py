@@ -106,7 +106,7 @@ def test_they_find_the_best_blocks_among_those_of_the_best_groups(block, far, de
 @pytest.mark.parametrize("far", [1, 7, 40])
 def test_of_blocks_that_score_alike_the_nearer_are_chosen(far, device):
     """Keys of zeros score alike; of the others some are in every group, in one alone, or there are none."""
-    x = problem(law_for(far, block=4), device, dtype=torch.float32, t=40, s=901)
+    x = problem(law_for(far, block=4), device, dtype=torch.float32, h=2, g=1, t=40, s=901)
     for some in (slice(0, 0), slice(300, 304), slice(3, 901, 32), slice(100, 600, 7)):
         k = torch.zeros_like(x.k)
         k[:, :, some] = x.k[:, :, some]
@@ -192,8 +192,7 @@ def test_what_is_kept_of_a_cache_is_checked_against_its_keys(device):
     from rpe3d.attention import Memory
 
     law, memory = law_for(), Memory()
-    x = problem(law, device, t=1, s=200, b=2, dtype=torch.bfloat16)
-    other = problem(law, device, t=1, s=200, b=2, dtype=torch.bfloat16)
+    x, other = (problem(law, device, t=1, s=200, b=2, h=2, g=1, dtype=torch.bfloat16) for _ in range(2))
 
     def step(k, s, kept):
         y = replace(x, k=k[:, :, :s], v=x.v[:, :, :s], keys=range(s), queries=range(s - 1, s))
@@ -223,7 +222,7 @@ def test_a_trusted_cache_is_summarized_once_when_it_has_far_keys(device):
     from rpe3d.attention import Memory
 
     law, memory = law_for(), Memory()
-    x = problem(law, device, t=1, s=200, b=2, dtype=torch.bfloat16)
+    x = problem(law, device, t=1, s=200, b=2, h=2, g=1, dtype=torch.bfloat16)
 
     def step(s, kept, trusted=True):
         y = replace(x, k=x.k[:, :, :s], v=x.v[:, :, :s], keys=range(s), queries=range(s - 1, s))
