@@ -217,6 +217,32 @@ def test_what_is_kept_of_a_cache_is_checked_against_its_keys(device):
     assert not torch.equal(step(x.k, 200, memory), plain)  # and what is kept is used
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_keys_that_change_their_signs_alone_are_noticed(dtype, device):
+    from rpe3d.attention import Memory
+
+    x, memory = problem(law_for(), device, t=1, s=200, dtype=dtype), Memory()
+    stepped(x, memory)
+    signs = torch.ones(200, device=device)
+    signs[[40, 41]] = -1  # an even number of them
+    for k in (-x.k, x.k * signs[:, None].to(dtype)):
+        y, fresh = replace(x, k=k), Memory()
+        assert torch.equal(stepped(y, memory)[0], stepped(y, fresh)[0])
+        assert torch.equal(memory.summaries[:, :, :8], fresh.summaries[:, :, :8])
+
+
+def test_a_step_whose_queries_stand_after_all_keys_is_refused(device):
+    """The kernels take every key up to a query's own position for one that there is."""
+    from rpe3d.attention.decode import step_refusal
+
+    keys = torch.arange(100)[None]
+    for there in (range(100), keys):
+        for first, refused in ((99, False), (100, True), (500, True)):
+            queries = range(first, first + 1) if there is not keys else torch.tensor([[first]])
+            x = problem(law_for(), device, t=1, s=100, query_positions=queries, key_positions=there)
+            assert (step_refusal(x) == "a query stands after all keys") == refused
+
+
 def test_a_trusted_cache_is_summarized_once_when_it_has_far_keys(device):
     """A memory that is fresh, one that has seen no far key yet, one that has, and one that was not trusted."""
     from rpe3d.attention import Memory

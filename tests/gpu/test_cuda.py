@@ -267,6 +267,20 @@ def test_a_trusted_step_is_captured_with_a_fresh_memory_and_with_a_used_one(used
         assert torch.equal(lse, truth_lse)
 
 
+def test_what_queries_look_for_is_found_in_heads_that_lie_far_apart():
+    """Nine heads of 2^28 numbers each, as 1,048,576 tokens of dimension 256 are: the last begins at 2^31."""
+    from rpe3d.attention.chosen.select import Selection
+
+    law = small_law("3d-rpe", pretrained=256, context=4096, head_dim=64, sinks=0, **CHOOSING)
+    x = random_problem(law, "cuda", h=9, g=1, t=40, s=400, dtype=torch.bfloat16)
+    room = torch.empty(2**31 + 40 * 64, dtype=torch.bfloat16, device="cuda")
+    apart = room.as_strided(x.q.shape, (2**31, 2**28, 64, 1)).copy_(x.q)
+    selection = Selection(law, 16, x.q.device)
+    _, centre = selection.summaries(x.k, 4)
+    one, other = (selection.aims(q, x.k, centre, range(360, 400), start=360) for q in (x.q, apart))
+    assert torch.equal(one, other)
+
+
 def test_a_prompt_whose_queries_choose_goes_through_kernels():
     law = small_law("3d-rpe", pretrained=256, context=4096, head_dim=64, sinks=0, **CHOOSING)
     x = random_problem(law, "cuda", t=500, s=500, dtype=torch.bfloat16)

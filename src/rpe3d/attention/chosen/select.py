@@ -187,12 +187,13 @@ def _aims_kernel(
     c = tl.zeros([BLOCK_M, HALF], tl.float32)
     e = tl.zeros([BLOCK_M, HALF if ROTATED else REST], tl.float32)
     q += b * q_b + group * GROUP * q_h
-    for i in range(GROUP):
-        place = q + i * q_h + (p - query_start).to(tl.int64)[:, None] * q_t
+    for _ in range(GROUP):
+        place = q + (p - query_start).to(tl.int64)[:, None] * q_t
         u, w, same = _load3(place, live[:, None], one, two, rest, pairs, others, ROTATED)
         a += u
         c += w
         e += same
+        q += q_h  # head by head, since so many heads of a long text are more than 32 bits count
     a, c = a * cos + c * sin, c * cos - a * sin
     square = _square(a, c, e, ROTATED)
     asked = asking * _inverse(square, square)[:, None]

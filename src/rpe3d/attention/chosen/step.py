@@ -74,6 +74,7 @@ def _print(rows, live, i):
         bits = x.to(tl.int16, bitcast=True).to(tl.int32)
     else:
         bits = x.to(tl.int32, bitcast=True)
+        bits ^= (bits >> 16) & 0xFFFF  # or two signs that change would be missed: each product changes by 2^31
     place = tl.arange(0, _PRINTED)[None, :] + i * _PRINTED + 1
     one = tl.sum(bits * ((place * 0x2C1B3C6D) | 1), 1)
     two = tl.sum(bits * ((place * 0x297A2D39 + 0x165667B1) | 1), 1)

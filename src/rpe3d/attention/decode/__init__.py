@@ -21,6 +21,7 @@ from rpe3d.attention.problem import Problem
 MOST_QUERIES = 16
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _HAS_TRITON = find_spec("triton") is not None
+_BEYOND = "a query stands after all keys"
 
 
 @runtime_checkable
@@ -77,12 +78,18 @@ def step_refusal(problem: Problem) -> str | None:
     if any(y.stride(3) != 1 for y in (problem.q, problem.k, problem.v)):
         return "q, k and v must be contiguous in their last dimension"
     if isinstance(problem.keys, range):
-        return None if problem.key_mask is None and problem.keys.start == 0 else "its keys do not begin at position 0"
+        if problem.key_mask is not None or problem.keys.start:
+            return "its keys do not begin at position 0"
+        beyond = isinstance(problem.queries, range) and problem.queries.stop > problem.keys.stop
+        return _BEYOND if beyond else None
     placed = problem.key_placed
     if placed is not None and placed.runs is None and isinstance(placed.starts, Tensor):
         return None  # in a graph, where nobody can look: who captures it must promise as much
     begins = [None if run is None else run[1].start for run in problem.key_runs]
-    return None if set(begins) <= {0} else "its key positions are not consecutive from 0 on"
+    if not set(begins) <= {0}:
+        return "its key positions are not consecutive from 0 on"
+    pairs = zip(problem.query_runs, problem.key_runs, strict=True)
+    return _BEYOND if any(q and k and len(q[1]) and q[1].stop > k[1].stop for q, k in pairs) else None
 
 
 def prepare(problem: Problem) -> Step:
