@@ -269,6 +269,26 @@ def test_a_trusted_cache_is_summarized_once_when_it_has_far_keys(device):
     assert not torch.equal(fresh, plain)
 
 
+def test_what_a_graph_has_captured_is_not_freed(device, monkeypatch):
+    """A replay writes to the summaries that were there at the capture, also after a longer cache has had others."""
+    from rpe3d.attention.chosen import memory as module
+
+    law, memory = law_for(), module.Memory()
+    k = torch.randn(1, 1, 64, 32, device=device)
+    memory.prepare(law, k, 8)
+    first = memory.summaries
+    memory.prepare(law, k, 64)
+    assert memory.summaries is not first
+    assert not memory.captured
+    captured = memory.summaries
+    monkeypatch.setattr(module, "capturing", lambda _: True)
+    memory.prepare(law, k, 64)
+    monkeypatch.setattr(module, "capturing", lambda _: False)
+    memory.prepare(law, k, 128)
+    assert memory.summaries is not captured
+    assert any(one is captured for kept in memory.captured.values() for one in kept)
+
+
 @pytest.mark.parametrize("most", [5, 16, 40])
 @pytest.mark.parametrize("per_chunk", [1, 2, 12, 8, 32])
 @pytest.mark.parametrize("kind", ["ties", "equal", "random", "rising", "highest"])

@@ -24,6 +24,8 @@ class Memory:
 
     def __init__(self) -> None:
         self.kind: tuple[object, ...] = ()
+        self.captured: dict[int, tuple[Tensor, ...]] = {}
+        """Tensors that a CUDA graph writes to whenever it is replayed: they live as long as this does."""
         self.summaries: BFloat16[Tensor, "b g m d"]
         self.prints: Int64[Tensor, "b g m"]
         self.centre: Float32[Tensor, "b g d"]
@@ -34,8 +36,13 @@ class Memory:
         b, g, _, d = k.shape
         stream = torch.cuda.current_stream(k.device).cuda_stream if k.is_cuda else 0
         kind = (law.json, b, g, d, k.dtype, k.device, stream)
-        if kind == self.kind and blocks <= self.summaries.shape[2]:
-            return
+        if kind != self.kind or blocks > self.summaries.shape[2]:
+            self._make(kind, k, blocks)
+        if capturing(k):
+            self.captured[self.summaries.data_ptr()] = self._tensors
+
+    def _make(self, kind: tuple[object, ...], k: Tensor, blocks: int) -> None:
+        b, g, _, d = k.shape
         room = 1 << max(5, (blocks - 1).bit_length())
         self.kind = kind
         self.summaries = torch.empty(b, g, room, d, dtype=torch.bfloat16, device=k.device)
@@ -44,10 +51,18 @@ class Memory:
         self.centre_print = torch.full((b, g), -1, dtype=torch.int64, device=k.device)
 
     @property
+    def _tensors(self) -> tuple[Tensor, ...]:
+        return self.summaries, self.prints, self.centre, self.centre_print
+
+    @property
     def nbytes(self) -> int:
         """Return the bytes that it takes."""
-        kept = (self.summaries, self.prints, self.centre, self.centre_print) if self.kind else ()
-        return sum(x.nbytes for x in kept)
+        return sum(x.nbytes for x in self._tensors) if self.kind else 0
+
+
+def capturing(x: Tensor) -> bool:
+    """Say whether what is launched for a tensor goes into a CUDA graph."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 @runtime_checkable
