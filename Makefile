@@ -1,12 +1,13 @@
-# Every target does its own set-up. Nothing outside .venv (and .venv-oldest, .venv-serve) is touched.
+# Every target does its own set-up. Nothing outside .venv (and .venv-oldest, .venv-newest, .venv-serve) is touched.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 OLDEST := .venv-oldest
+NEWEST := .venv-newest
 SERVE  := .venv-serve
 
-.PHONY: demo test test-gpu test-oldest test-serve test-serve-gpu docs check check-wheel format clean
+.PHONY: demo test test-gpu test-oldest test-newest test-serve test-serve-gpu docs check check-wheel format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -14,6 +15,7 @@ help:
 	@echo "make test    the tests"
 	@echo "make test-gpu     the tests of kernels, library calls and models on this machine's GPU"
 	@echo "make test-oldest  the tests of models, the survey and commands, on the oldest transformers that is supported"
+	@echo "make test-newest  the tests, on the newest version of every package that is out"
 	@echo "make test-serve   the tests of serving, with vLLM on the CPU, in a venv of its own (4 GB)"
 	@echo "make test-serve-gpu   the tests of serving on this machine's GPU, by a PYTHON that has vLLM's CUDA build"
 	@echo "make docs    the documentation as a site, in site/"
@@ -24,9 +26,11 @@ help:
 # A torch that the machine already has (2.11 or newer) is used as it is; otherwise 2.13.0 is installed.
 SUITABLE := import torch; v = torch.__version__.split('.'); raise SystemExit((int(v[0]), int(v[1])) < (2, 11))
 
+$(READY): PINS := --constraint constraints.txt
 $(OLDEST)/.ready: PINS := 'transformers==5.16.*' 'peft==0.18.0'
 
-$(READY) $(OLDEST)/.ready: pyproject.toml Makefile
+$(READY): constraints.txt
+$(READY) $(OLDEST)/.ready $(NEWEST)/.ready: pyproject.toml Makefile
 	@$(PYTHON) -c "import sys; sys.exit('rpe3d needs Python 3.10 or newer, $(PYTHON) is ' + sys.version.split()[0] + ': make PYTHON=python3.11 ...') if sys.version_info < (3, 10) else None"
 	@if $(PYTHON) -c "$(SUITABLE)" 2>/dev/null; then \
 	  echo "using the torch of $(PYTHON)"; $(PYTHON) -m venv --system-site-packages $(@D); \
@@ -66,6 +70,9 @@ test-gpu: $(READY)
 
 test-oldest: $(OLDEST)/.ready
 	$(OLDEST)/bin/python -m pytest tests/models tests/tools tests/cli
+
+test-newest: $(NEWEST)/.ready
+	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Warnings are vLLM's own. One thread: on a busy machine the steps of tiny models would wait for the second.
 test-serve: $(SERVE)/.ready

@@ -97,10 +97,11 @@ class Trained:
         return loss.double(), found
 
     def checkpointing(self, on: bool) -> None:
+        name = "activation" if hasattr(self.base, "activation_checkpointing_enable") else "gradient"  # from 5.23 on
         if on:
-            self.base.gradient_checkpointing_enable({"use_reentrant": False})
+            getattr(self.base, f"{name}_checkpointing_enable")({"use_reentrant": False})
         else:
-            self.base.gradient_checkpointing_disable()
+            getattr(self.base, f"{name}_checkpointing_disable")()
 
 
 def check(stock: Any, peers: dict[str, Trained], text: Tensor) -> None:

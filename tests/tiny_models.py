@@ -50,3 +50,9 @@ def make(family="llama", **parameters):
     attention = "eager" if family in ("gemma2", "gpt_oss") else "sdpa"
     config = AutoConfig.for_model(family, **given)
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+
+
+def checkpointing(model, on):
+    """Run layers again for their gradients, or not; transformers 5.23 has another name for it."""
+    name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+    getattr(model, f"{name}_checkpointing_{'enable' if on else 'disable'}")()

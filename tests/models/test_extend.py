@@ -14,7 +14,7 @@ import rpe3d
 from rpe3d import ConfigError
 from rpe3d.geometry import LAWS
 from rpe3d.models.extend import check_savable
-from tiny_models import FAMILIES
+from tiny_models import FAMILIES, checkpointing
 
 BOUNDED = {"chunk": 8, "window": 16, "reach": 32, "focus": 0, "fade": 0}
 CHANGED = [name for name, law in LAWS.items() if law.needs_attention]
@@ -245,10 +245,9 @@ def test_a_model_with_its_own_scaling_keeps_it_underneath(tiny, ids):
 
 def test_gradients_flow_and_checkpointing_changes_nothing(tiny, ids):
     gradients = []
-    for checkpointing in (False, True):
+    for again in (False, True):
         model = rpe3d.extend(tiny(), context=256, **BOUNDED).train()
-        if checkpointing:
-            model.gradient_checkpointing_enable()
+        checkpointing(model, again)
         with torch.enable_grad():
             model(ids, labels=ids, use_cache=False).loss.backward()
         gradients.append(model.model.layers[0].self_attn.q_proj.weight.grad)

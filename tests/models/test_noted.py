@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, StaticCache
 import rpe3d
 from rpe3d import ConfigError
 from rpe3d.models.noted import is_watched
-from tiny_models import SIZE, make
+from tiny_models import SIZE, checkpointing, make
 
 LAW = {"context": 512, "chunk": 8, "window": 16, "reach": 32}
 
@@ -22,17 +22,16 @@ def _one_thread(one_thread):
 
 
 @pytest.fixture
-def ministral():
-    """Ministral 3 hands position ids to its attention layers, which do not pass them on (transformers 5.22)."""
-    model = make("ministral3", head_dim=16, sliding_window=None)
-    return rpe3d.extend(model, **LAW)
+def persimmon():
+    """Persimmon hands position ids to its attention layers, which do not pass them on (transformers 5.16 to 5.23)."""
+    return rpe3d.extend(make("persimmon"), **LAW)
 
 
 def rotary(model):
     return next(m for m in model.modules() if hasattr(m, "inv_freq"))
 
 
-def test_a_padded_batch_is_each_row_alone(ministral, ids):
+def test_a_padded_batch_is_each_row_alone(persimmon, ids):
     """The mask alone cannot tell whether positions skip the padding: `generate` counts tokens."""
     short = ids[:, :90]
     padded = torch.cat([torch.zeros(1, 30, dtype=torch.long), short], 1)
@@ -40,51 +39,51 @@ def test_a_padded_batch_is_each_row_alone(ministral, ids):
     mask = (batch != 0).long()
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     with torch.no_grad():
-        out = ministral(batch, attention_mask=mask, position_ids=positions).logits
-        torch.testing.assert_close(out[0], ministral(ids).logits[0], atol=1e-4, rtol=0)
-        torch.testing.assert_close(out[1, 30:], ministral(short).logits[0], atol=1e-4, rtol=0)
+        out = persimmon(batch, attention_mask=mask, position_ids=positions).logits
+        torch.testing.assert_close(out[0], persimmon(ids).logits[0], atol=1e-4, rtol=0)
+        torch.testing.assert_close(out[1, 30:], persimmon(short).logits[0], atol=1e-4, rtol=0)
 
 
-def test_generate_equals_one_forward_after_the_other(ministral, ids):
+def test_generate_equals_one_forward_after_the_other(persimmon, ids):
     """Greedy decoding through the cache is greedy decoding without it."""
-    cached = ministral.generate(ids[:, :70], max_new_tokens=20, do_sample=False)
-    plain = ministral.generate(ids[:, :70], max_new_tokens=20, do_sample=False, use_cache=False)
+    cached = persimmon.generate(ids[:, :70], max_new_tokens=20, do_sample=False)
+    plain = persimmon.generate(ids[:, :70], max_new_tokens=20, do_sample=False, use_cache=False)
     assert torch.equal(cached, plain)
 
 
-def test_a_loaded_model_notes_positions_as_the_saved_one_did(ministral, ids, tmp_path):
+def test_a_loaded_model_notes_positions_as_the_saved_one_did(persimmon, ids, tmp_path):
     """Loading calls nothing of ours but the rope type: the module must be found all the same."""
-    ministral.save_pretrained(tmp_path)
-    loaded = type(ministral).from_pretrained(tmp_path).eval()
+    persimmon.save_pretrained(tmp_path)
+    loaded = type(persimmon).from_pretrained(tmp_path).eval()
     assert is_watched(rotary(loaded))
     with torch.no_grad():
-        assert torch.equal(loaded(ids).logits, ministral(ids).logits)
+        assert torch.equal(loaded(ids).logits, persimmon(ids).logits)
         rpe3d.restore(loaded)
-        assert torch.equal(loaded(ids).logits, make("ministral3", head_dim=16, sliding_window=None)(ids).logits)
+        assert torch.equal(loaded(ids).logits, make("persimmon")(ids).logits)
     assert not is_watched(rotary(loaded))
 
 
-def test_restore_and_a_law_of_frequencies_note_nothing(ministral):
+def test_restore_and_a_law_of_frequencies_note_nothing(persimmon):
     """Interpolation needs no positions: what is not needed is not hooked."""
-    assert is_watched(rotary(ministral))
-    rpe3d.extend(ministral, "linear", context=512)
-    assert not is_watched(rotary(ministral))
-    rpe3d.extend(ministral, **LAW)
-    rpe3d.restore(ministral)
-    assert not is_watched(rotary(ministral))
+    assert is_watched(rotary(persimmon))
+    rpe3d.extend(persimmon, "linear", context=512)
+    assert not is_watched(rotary(persimmon))
+    rpe3d.extend(persimmon, **LAW)
+    rpe3d.restore(persimmon)
+    assert not is_watched(rotary(persimmon))
 
 
-def test_threads_do_not_see_each_others_positions(ministral, ids):
+def test_threads_do_not_see_each_others_positions(persimmon, ids):
     """A server runs one model in several threads."""
     lengths = (60, 100, 120)
     with torch.no_grad():
-        alone = {n: ministral(ids[:, :n]).logits for n in lengths}
+        alone = {n: persimmon(ids[:, :n]).logits for n in lengths}
     failures = []
 
     def run(n):
         with torch.no_grad():
             for _ in range(5):
-                if not torch.allclose(ministral(ids[:, :n]).logits, alone[n], atol=1e-4):
+                if not torch.allclose(persimmon(ids[:, :n]).logits, alone[n], atol=1e-4):
                     failures.append(n)
 
     threads = [threading.Thread(target=run, args=(n,)) for n in lengths]
@@ -95,15 +94,15 @@ def test_threads_do_not_see_each_others_positions(ministral, ids):
     assert failures == []
 
 
-def test_layers_that_run_again_for_their_gradients_are_refused(ministral, ids):
+def test_layers_that_run_again_for_their_gradients_are_refused(persimmon, ids):
     """Gradient checkpointing runs a layer again after other forwards may have noted other positions."""
-    ministral.train()
-    ministral.gradient_checkpointing_enable()
+    persimmon.train()
+    checkpointing(persimmon, True)
     with pytest.raises(ConfigError, match="without gradient checkpointing"):
-        ministral(ids).logits.sum().backward()
-    ministral.gradient_checkpointing_disable()
-    ministral(ids).logits.sum().backward()
-    assert next(ministral.parameters()).grad is not None
+        persimmon(ids).logits.sum().backward()
+    checkpointing(persimmon, False)
+    persimmon(ids).logits.sum().backward()
+    assert next(persimmon.parameters()).grad is not None
 
 
 def test_layers_run_again_where_attention_is_handed_positions_besides(ids):
@@ -113,9 +112,8 @@ def test_layers_run_again_where_attention_is_handed_positions_besides(ids):
     model = rpe3d.extend(make("qwen3_5_text", **linear), **LAW).train()
     assert is_watched(rotary(model))
     gradients = []
-    for checkpointing in (False, True):
-        if checkpointing:
-            model.gradient_checkpointing_enable()
+    for again in (False, True):
+        checkpointing(model, again)
         losses = [model(ids[:, :n], labels=ids[:, :n]).loss for n in (60, 100)]  # two forwards before one backward
         model.zero_grad()
         sum(losses).backward()
@@ -123,13 +121,13 @@ def test_layers_run_again_where_attention_is_handed_positions_besides(ids):
     torch.testing.assert_close(gradients[1], gradients[0])
 
 
-def test_a_compiled_step_is_the_eager_one(ministral, ids):
+def test_a_compiled_step_is_the_eager_one(persimmon, ids):
     """One graph, whole, with a static cache: what `generate` compiles."""
-    cache = StaticCache(config=ministral.config, max_cache_len=128)
+    cache = StaticCache(config=persimmon.config, max_cache_len=128)
     with torch.no_grad():
-        full = ministral(ids).logits
-        ministral(ids[:, :100], past_key_values=cache)
-        step = torch.compile(ministral.forward, fullgraph=True, backend="aot_eager")
+        full = persimmon(ids).logits
+        persimmon(ids[:, :100], past_key_values=cache)
+        step = torch.compile(persimmon.forward, fullgraph=True, backend="aot_eager")
         for t in range(100, 104):
             where = torch.tensor([[t]])
             out = step(ids[:, t : t + 1], past_key_values=cache, position_ids=where).logits

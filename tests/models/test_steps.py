@@ -56,8 +56,11 @@ def operators(model, ids, mask):
 
 
 @pytest.mark.parametrize("mask", [False, True])
-def test_a_layer_of_a_step_runs_as_many_operators_as_the_stock_model(tiny, ids, launched, mask):
-    """Each takes the host 5 µs on a GPU. Where the stock model calls SDPA, ours allocates the output, and no more."""
+def test_a_layer_of_a_step_runs_no_more_operators_than_the_stock_model(tiny, ids, launched, mask):
+    """Each takes the host 5 µs on a GPU. Where the stock model calls SDPA, ours allocates the output, and no more.
+
+    From transformers 5.23 on, the stock model runs one more: it views the queries of a head of keys as rows.
+    """
     counts = {}
     for layers in (2, 5):
         model = tiny(num_hidden_layers=layers)
@@ -66,7 +69,7 @@ def test_a_layer_of_a_step_runs_as_many_operators_as_the_stock_model(tiny, ids, 
         assert ours["empty_like"] - stock["empty_like"] == layers + 1  # one more where the step is prepared
         counts[layers] = ours.total() - stock.total()
     assert len(launched) == 2 + 5
-    assert counts[2] == counts[5]
+    assert counts[5] <= counts[2]
     assert counts[5] <= 8
 
 

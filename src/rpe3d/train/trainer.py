@@ -29,6 +29,11 @@ from rpe3d.train.settings import SCHEDULES, Settings
 def training_arguments(settings: Settings, out: Path, steps: Steps, device: str, bf16: bool) -> TrainingArguments:
     """Return the settings as a Trainer's arguments."""
     os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16" if bf16 else "no"  # not a launcher's, or an earlier run's
+    again = "activation" if hasattr(TrainingArguments, "activation_checkpointing") else "gradient"  # transformers 5.23
+    checkpointing = {
+        f"{again}_checkpointing": settings.gradient_checkpointing,
+        f"{again}_checkpointing_kwargs": {"use_reentrant": False} if settings.gradient_checkpointing else None,
+    }
     made: TrainingArguments = TrainingArguments(
         output_dir=str(out),
         max_steps=settings.total_steps,
@@ -42,8 +47,7 @@ def training_arguments(settings: Settings, out: Path, steps: Steps, device: str,
         lr_scheduler_type=SCHEDULES[settings.schedule],
         warmup_steps=settings.warmup,
         bf16=bf16,
-        gradient_checkpointing=settings.gradient_checkpointing,
-        gradient_checkpointing_kwargs={"use_reentrant": False} if settings.gradient_checkpointing else None,
+        **checkpointing,
         logging_steps=1,
         logging_nan_inf_filter=False,
         save_strategy="steps",
