@@ -27,7 +27,6 @@ class Decision(NamedTuple):
     prepared: Prepared
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def choose(problem: Problem, impl: str = "auto", backend: str | None = None) -> Decision:
     """Return the implementation asked for, or the best for a problem, with the problem prepared by it."""
     if choice("impl", impl, IMPLS) == "auto":
