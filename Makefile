@@ -102,4 +102,4 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(SERVE) demo build site src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(SERVE) demo build site src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

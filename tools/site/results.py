@@ -1,0 +1,289 @@
+"""The tables of docs/results.md, made from the rows and windows in benchmarks/results.
+
+    python tools/site/results.py docs/results.md
+
+Whatever stands between `<!-- results.py KIND MODEL -->` and `<!-- end -->` is written anew: `table` (every law by
+length), `headline` (ours beside the best of the others, all models) or `intervals` (how much higher others are).
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+from rpe3d.drawing.axes import short
+from rpe3d.evaluate.paired import Difference, mean_difference, paired_shares
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+MARKED = re.compile(r"(<!-- results\.py (\w+) ?(\S*) -->\n).*?(<!-- end -->)", re.S)
+COLUMNS = ("ppl", "tail_ppl", "copy_nll", "passkey")
+TINY = "3d-rpe:chunk=128,window=512,reach=1024"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A model: its file of results, which law of ours leads, which laws are shown under which names, and digits."""
+
+    name: str
+    title: str
+    pretrained: int
+    lengths: tuple[int, ...]
+    ours: str
+    dense: str
+    laws: tuple[str, ...]
+    names: Mapping[str, str] = field(default_factory=dict)
+    beside: tuple[str, ...] = ()
+    """Laws whose differences from ours are shown with their intervals."""
+    digits: int = 2
+
+    def shown(self, law: str) -> str:
+        return self.names.get(law, f"`{law}`")
+
+
+MODELS = {
+    "smollm2": Model(
+        name="smollm2",
+        title="SmolLM2-135M",
+        pretrained=8192,
+        lengths=(8192, 16384, 32768, 65536),
+        ours="3d-rpe:far=128",
+        dense="3d-rpe",
+        laws=(
+            "3d-rpe:far=128",
+            "3d-rpe",
+            "dca",
+            "self-extend",
+            "dpe",
+            "leaky-rerope",
+            "rerope",
+            "streaming-llm",
+            "string",
+            "yarn",
+            "ntk",
+            "linear",
+            "rope",
+            "3d-rpe:focus=1,fade=.25",
+        ),
+        beside=("3d-rpe", "streaming-llm", "dca", "leaky-rerope", "self-extend", "rerope", "yarn"),
+    ),
+    "tinyllama": Model(
+        name="tinyllama",
+        title="TinyLlama-1.1B",
+        pretrained=2048,
+        lengths=(2048, 4096, 8192, 16384),
+        ours=f"{TINY},far=32",
+        dense=f"{TINY},focus=1,fade=.5,sinks=1",
+        laws=(
+            f"{TINY},far=32",
+            f"{TINY},far=64",
+            f"{TINY},focus=1,fade=.5,sinks=1",
+            "dca",
+            "self-extend:window=512",
+            "leaky-rerope:window=512",
+            "rerope:window=1024",
+            "dpe",
+            "streaming-llm",
+            "string",
+            "yarn",
+            "ntk",
+            "linear",
+            "rope",
+            "3d-rpe-dual-chunk",
+            "3d-rpe-definition",
+        ),
+        names={
+            f"{TINY},far=32": "`3d-rpe:...,far=32`",
+            f"{TINY},far=64": "`3d-rpe:...,far=64`",
+            f"{TINY},focus=1,fade=.5,sinks=1": "`3d-rpe`, as `tune` picked it",
+        },
+        beside=(
+            f"{TINY},focus=1,fade=.5,sinks=1",
+            "streaming-llm",
+            "dca",
+            "self-extend:window=512",
+            "leaky-rerope:window=512",
+            "rerope:window=1024",
+            "yarn",
+        ),
+    ),
+    "qwen2.5-coder": Model(
+        name="qwen2.5-coder",
+        title="Qwen2.5-Coder-1.5B",
+        pretrained=32768,
+        lengths=(65536,),
+        ours="3d-rpe:far=512",
+        dense="3d-rpe",
+        laws=("3d-rpe:far=512", "3d-rpe", "dca", "yarn"),
+        beside=("3d-rpe", "dca", "yarn"),
+        digits=3,
+    ),
+}
+
+
+@dataclass
+class Row:
+    """What a law did at a length: the number of every window, copy and passkey, by column, and the commits."""
+
+    items: dict[str, dict[str, float]] = field(default_factory=lambda: {column: {} for column in COLUMNS})
+    commits: set[str] = field(default_factory=set)
+
+    def number(self, column: str) -> float:
+        """Return the number of a column: perplexities are of the mean loss, passkeys are counted."""
+        found = self.items[column].values()
+        if column == "passkey":
+            return sum(found)
+        mean = math.fsum(found) / len(found)
+        return mean if column == "copy_nll" else math.exp(mean)
+
+
+@cache
+def rows(model: str) -> dict[tuple[str, int], Row]:
+    """Return the rows of a model's comparison by law and length."""
+    made: dict[tuple[str, int], Row] = {}
+    with (RESULTS / f"compare-large-{model}-windows.csv").open(newline="", encoding="utf-8") as file:
+        for given in csv.DictReader(file):
+            row = made.setdefault((given["law"], int(given["length"])), Row())
+            row.commits.add(given["commit"])
+            what, value = given["what"], float(given["value"])
+            if given["kind"] == "window":
+                row.items["ppl"][what], row.items["tail_ppl"][what] = value, float(given["tail"])
+            elif given["kind"] == "copy":
+                row.items["copy_nll"][what] = value
+            elif given["kind"] == "passkey":
+                row.items["passkey"][f"{float(what):.4f}"] = value
+    return made
+
+
+def difference(model: str, length: int, column: str, law: str, other: str) -> Difference | None:
+    """Return how much higher a law's number is than another's, item by item; None without the same items."""
+    kept = rows(model)
+    if (law, length) not in kept or (other, length) not in kept:
+        return None
+    mine, base = (kept[name, length].items[column] for name in (law, other))
+    if mine.keys() != base.keys():
+        return None
+    made = [mine[what] - base[what] for what in base]
+    return paired_shares(made) if column == "passkey" else mean_difference(made)
+
+
+def not_beaten(model: Model, length: int, column: str, laws: Sequence[str]) -> list[str]:
+    """Return the laws that are the best of a column, or not behind it beyond the noise."""
+    kept = rows(model.name)
+    there = [law for law in laws if (law, length) in kept]
+    sign = -1 if column == "passkey" else 1
+    best = min(there, key=lambda law: sign * kept[law, length].number(column))
+    away = {law: difference(model.name, length, column, law, best) for law in there}
+    return [
+        law for law, one in away.items() if law == best or (one is not None and one.low is not None and not one.clear)
+    ]
+
+
+def number(row: Row, column: str, digits: int) -> str:
+    """Write one number as the tables do."""
+    x = row.number(column)
+    return f"{x:.0f}" if column == "passkey" or x >= 100 else f"{x:.{2 if column == 'copy_nll' else digits}f}"
+
+
+def cell(model: Model, law: str, length: int, bold: Mapping[str, Sequence[str]]) -> str:
+    """Write the four numbers of a law at a length."""
+    row = rows(model.name).get((law, length))
+    if row is None:
+        return "not measured"
+    made = [(column, number(row, column, model.digits)) for column in COLUMNS]
+    return " / ".join(f"**{text}**" if law in bold[column] else text for column, text in made)
+
+
+def table(model: Model) -> list[str]:
+    """Return every law by length, the best of each column in bold, and those within the noise of it."""
+    keys = len(rows(model.name)[model.ours, model.lengths[-1]].items["passkey"])
+    heads = [
+        f"{short(length)}{f': ppl / tail / copy / keys of {keys}' if not i else ''}"
+        for i, length in enumerate(model.lengths)
+    ]
+    lines = [f"| law | {' | '.join(heads)} | commit |", "|---" * (len(heads) + 2) + "|"]
+    bold = {length: {c: not_beaten(model, length, c, model.laws) for c in COLUMNS} for length in model.lengths}
+    for law in model.laws:
+        cells = [cell(model, law, length, bold[length]) for length in model.lengths]
+        commits = sorted(set().union(*(row.commits for (name, _), row in rows(model.name).items() if name == law)))
+        name = f"**{model.shown(law)}**" if law in (model.ours, model.dense) else model.shown(law)
+        lines.append(f"| {name} | {' | '.join(cells)} | {', '.join(commits)} |")
+    return lines
+
+
+def headline() -> list[str]:
+    """Return ours beside all far keys and the best of the others in each column, for every model."""
+    lines = [
+        "| | ours, chosen far keys | ours, all far keys | best of the others, column by column |",
+        "|---|---|---|---|",
+    ]
+    for model in MODELS.values():
+        for length in model.lengths:
+            kept = rows(model.name)
+            if (model.ours, length) not in kept:
+                continue
+            others = [law for law in model.laws if not law.startswith("3d-rpe") and (law, length) in kept]
+            bold = {column: not_beaten(model, length, column, model.laws) for column in COLUMNS}
+            best = []
+            for column in COLUMNS:
+                sign = -1 if column == "passkey" else 1
+                numbers = {law: sign * kept[law, length].number(column) for law in others}
+                law = min(numbers, key=numbers.__getitem__)
+                text = number(kept[law, length], column, model.digits)
+                best.append(f"{f'**{text}**' if law in bold[column] else text} {law.partition(':')[0]}")
+            times = length / model.pretrained
+            cells = [cell(model, law, length, bold) for law in (model.ours, model.dense)]
+            lines.append(f"| {model.title}, {short(length)} ({times:g}x) | {' | '.join(cells)} | {' / '.join(best)} |")
+    return lines
+
+
+def intervals(model: Model) -> list[str]:
+    """Return how much higher other laws are than ours, with 95 % intervals; bold where ours is behind."""
+    lines = ["| length | law | ppl | tail | copy | passkeys |", "|---|---|---|---|---|---|"]
+    for length in model.lengths:
+        for law in model.beside:
+            made = [difference(model.name, length, column, law, model.ours) for column in COLUMNS]
+            if all(one is None for one in made):
+                continue
+            cells = [_signed(column, one) for column, one in zip(COLUMNS, made, strict=True)]
+            lines.append(f"| {short(length)} | {model.shown(law)} | {' | '.join(cells)} |")
+    return lines
+
+
+def _signed(column: str, away: Difference | None) -> str:
+    if away is None or away.low is None or away.high is None:
+        return "not measured" if away is None else f"{away.mean:+.2f}"
+    scale, form, unit = (
+        (1.0, ".2f", "") if column == "copy_nll" else (100.0, ".0f" if column == "passkey" else ".1f", " %")
+    )
+    mean, low, high = (scale * x for x in (away.mean, away.low, away.high))
+    text = f"{mean:+{form}}{unit} ({low:{form}} .. {high:{form}})"
+    behind = away.high < 0 if column != "passkey" else away.low > 0
+    return f"**{text}**" if behind else text
+
+
+def written(page: str) -> str:
+    """Return a page with every table in it made anew."""
+
+    def made(match: re.Match[str]) -> str:
+        kind, name = match.group(2), match.group(3)
+        lines = headline() if kind == "headline" else {"table": table, "intervals": intervals}[kind](MODELS[name])
+        return "\n".join([match.group(1).rstrip(), "", *lines, "", match.group(4)])
+
+    return MARKED.sub(made, page)
+
+
+def main() -> None:
+    """Write the tables of the pages that are named."""
+    for name in sys.argv[1:]:
+        path = Path(name)
+        path.write_text(written(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
