@@ -74,8 +74,12 @@ def run(
 ) -> tuple[Tensor, Tensor]:
     """Return the solution of a problem, by the implementation asked for."""
     if torch.compiler.is_compiling():  # a decorator would import torch's compiler, a second, in every process
-        out, lse = torch.compiler.disable(run)(problem, impl, backend, memory)
+        out, lse = torch.compiler.disable(_run)(problem, impl, backend, memory)
         return out, lse
+    return _run(problem, impl, backend, memory)
+
+
+def _run(problem: Problem, impl: str, backend: str | None, memory: Memory | None) -> tuple[Tensor, Tensor]:
     chosen: Decision = choose(problem, impl, backend)
     return solve(chosen.prepared, problem.q, problem.k, problem.v, problem.sinks, memory)
 
