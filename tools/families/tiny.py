@@ -105,6 +105,7 @@ _OWN: dict[str, dict[str, Any]] = {  # defaults that say less than any real mode
     },
     "bailing_hybrid": {"max_position_embeddings": 64},
     "falcon_h1": {"mamba_d_ssm": 128},
+    "gemma3n_text": {"num_kv_shared_layers": 5},  # of 11 layers; the default is 15
     "glm4v_text": _SECTIONS,
     "glm4v_moe_text": _HALF_SECTIONS,
     "laguna": _WINDOWS,
