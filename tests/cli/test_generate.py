@@ -50,6 +50,19 @@ def test_a_document_is_asked_under_a_law_with_room_for_it(folder, document, caps
     assert "note: 3d-rpe from 256 to 1024 tokens" in found.err
 
 
+def test_a_document_is_read_in_pieces_and_answered_alike(folder, document, capsys):
+    argv = (folder, "where?", "--document", document, *FEW)
+    whole = said(capsys, *argv)
+    pieces = said(capsys, *argv, "--piece", "100")
+    assert pieces.out == whole.out
+    assert "reading" in pieces.err
+    assert "reading" not in whole.err
+    grown = said(capsys, *argv, "--piece", "100", "--law", "dynamic", "-v")
+    assert "the prompt is read at once: its frequencies change" in grown.err
+    assert "tokens read and 8 written in" in grown.err
+    assert "--piece is 0" in refusal(capsys, "generate", *argv, "--piece", "0")[1]
+
+
 def test_a_short_prompt_is_answered_by_the_model_as_it_is(folder, capsys):
     found = said(capsys, folder, "where?", *FEW)
     assert found.out.rstrip("\n") == answer_of(folder, "where?").rstrip("\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rpe3d.cli.arguments import law, need, size
 from rpe3d.cli.extend import add_law_arguments, law_given, law_parameters
 from rpe3d.cli.model import MODEL, add_model_arguments, check_law, load_model, summary
-from rpe3d.cli.terminal import STDOUT, detail, note
+from rpe3d.cli.terminal import STDOUT, detail, note, progress_bar
 from rpe3d.config import ConfigError, real, whole
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--max-new", metavar="N", type=int, default=256, help="tokens of the answer at most; default 256")
     add("--temperature", metavar="X", type=float, default=0.0, help="0 (default) always takes the likeliest token")
     add("--seed", metavar="N", type=int, default=0, help="seed of a temperature above 0; default 0")
+    add("--piece", metavar="N", type=size, default="32k", help="read the prompt so many tokens at a time; default 32k")
     add("--raw", action="store_true", help="continue the text as it is, without the model's chat template")
     add_model_arguments(parser)
 
@@ -38,7 +40,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     need("models", "transformers")
     most, seed = whole("--max-new", arguments.max_new), whole("--seed", arguments.seed, least=0)
-    warmth = real("--temperature", arguments.temperature, most=100.0)
+    warmth, piece = real("--temperature", arguments.temperature, most=100.0), whole("--piece", arguments.piece)
     asked = bool(arguments.law or law_parameters(arguments) or arguments.context)
     given = law_given(arguments.law or "3d-rpe", arguments)
     if arguments.context is not None:
@@ -59,15 +61,21 @@ def run(arguments: Namespace) -> int:
 
     detail(f"{ids.shape[1]} tokens in the prompt")
     ids = ids.to(loaded.model.device)
+    begun = time.perf_counter()
     with torch.inference_mode():
-        loaded.model.generate(
+        cache = _read(loaded.model, ids, piece)
+        made = loaded.model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
+            past_key_values=cache,
             max_new_tokens=most,
             pad_token_id=loaded.tokenizer.pad_token_id or loaded.tokenizer.eos_token_id,
             streamer=TextStreamer(loaded.tokenizer, skip_prompt=True, skip_special_tokens=True),
             **sampling,
         )
+    new, seconds = made.shape[1] - ids.shape[1], time.perf_counter() - begun
+    peak = f"; peak memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if ids.is_cuda else ""
+    detail(f"{ids.shape[1]} tokens read and {new} written in {seconds:.1f} s{peak}")
     return 0
 
 
@@ -82,6 +90,19 @@ def _prompt(arguments: Namespace) -> str:
 
     (text,) = read_texts([arguments.document])
     return f"{text.content.strip()}\n\n{asked}"
+
+
+def _read(model: Any, ids: Any, piece: int) -> Any:
+    """Read a long prompt in pieces and show how far it is."""
+    from rpe3d.models.pieces import read, refusal
+
+    if ids.shape[1] <= piece:
+        return None
+    if reason := refusal(model):
+        detail(f"the prompt is read at once: {reason}")
+        return None
+    with progress_bar() as progress:
+        return read(model, ids, piece, lambda done: progress("reading", done, ids.shape[1]))
 
 
 def _tokens(tokenizer: Any, prompt: str, *, raw: bool) -> Any:
