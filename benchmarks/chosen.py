@@ -107,7 +107,7 @@ def union(made: chosen.Kernels, q: Tensor, k: Tensor) -> float:
     found = selection.summaries(k, selection.choosable(q.shape[2] - 1))
     aims = selection.aims(q, k, found[1], last, start=0)
     selection.unite(unions, aims, found[0], last, first=last.start, there=range(q.shape[2]))
-    return float(unions.counts.double().mean()) / selection.choice.most
+    return float(unions.ends[..., 2].double().mean()) / selection.choice.most
 
 
 def prefill(rows: Rows, law: Any, lengths: list[int]) -> None:

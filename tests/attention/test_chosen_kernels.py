@@ -48,8 +48,8 @@ def picked(x, made):
         aims = selection.aims(x.q, x.k, centre, some, start=span.queries.start)
         for piece in made._pieces(some, x.k.shape[1]):
             selection.unite(unions, aims, summaries, piece, first=some.start, there=span.queries)
-        for b, g, tile in torch.cartesian_prod(*(torch.arange(n) for n in unions.counts.shape)).tolist():
-            for entry in range(int(unions.counts[b, g, tile])):
+        for b, g, tile in torch.cartesian_prod(*(torch.arange(n) for n in unions.ends.shape[:3])).tolist():
+            for entry in range(int(unions.ends[b, g, tile, 2])):
                 word = int(unions.bits[b, g, tile, entry])
                 for r in range(selection.tile):
                     if word >> r & 1:

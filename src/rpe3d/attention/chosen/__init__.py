@@ -140,7 +140,7 @@ class Few(NamedTuple):
 class Kernels:
     """A prompt as kernels, settled once for all layers: near keys by library calls, far ones as they were chosen."""
 
-    def __init__(self, x: Problem, tile: int | None = None, **options: Any) -> None:
+    def __init__(self, x: Problem, shape: tuple[int, int] | None = None, **options: Any) -> None:
         from rpe3d.attention.chosen import far, select
 
         self.far, self.options = far, options
@@ -150,8 +150,8 @@ class Kernels:
         near, self.region = x.law.regions
         self.near = blocked.Calls(x, regions=(near,))
         self.spans = [span for span in spans(x) if span is not None]
-        tile = far.tile(x.q.shape[1] // x.k.shape[1]) if tile is None else tile
-        self.selection = select.Selection(x.law, tile, x.q.device)
+        tile, halves = far.shape(x.q.shape[1] // x.k.shape[1]) if shape is None else shape
+        self.selection = select.Selection(x.law, tile, x.q.device, halves)
         self.tables = Tables()
         share = max(LEAST, x.q.numel() * x.q.element_size() // SHARE)
         self.levels, self.lists, self.turned = (min(most, share) for most in (LEVELS, LISTS, TURNED))

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, no_type_check
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import BFloat16, Float32, Float64, Int32
+from jaxtyping import BFloat16, Float32, Float64, Int, Int32
 from torch import Tensor
 
 from rpe3d.attention.chooser import ALIKE, direction
@@ -417,29 +417,50 @@ def _marks_kernel(
 @triton.jit(do_not_specialize=["first", "tiles", "first_tile", "room"])
 @no_type_check
 def _unions_kernel(
-    words, picked, bits, counts, first, stride, chunk, near, per_chunk, tiles, first_tile, room,
-    TILE: tl.constexpr, ACROSS: tl.constexpr,
+    words, picked, bits, ends, first, stride, chunk, near, per_chunk, tiles, first_tile, room,
+    TILE: tl.constexpr, HALVES: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
-    """Compute TILE queries per program: the blocks that any of them chooses, in order, with bit r where row r does.
+    """Compute TILE queries per program: the blocks that any of them chooses, with bit r where row r does.
 
-    They are written as tile `first_tile` and those after it, of `tiles` that there are.
+    Blocks that both halves of a tile choose come first, then those of the first half alone, then those of the second;
+    each of the three in order. They are written as tile `first_tile` and those after it, of `tiles` that there are.
     """
+    LOW: tl.constexpr = (1 << TILE // HALVES) - 1 if HALVES == 2 else 0
     tile = tl.program_id(0)
     head = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     can = _choosable(first + tile * TILE, chunk, near, per_chunk)  # the same for all, since a tile lies in a chunk
     words += (head * tl.num_programs(0) + tile) * stride
     place = head * tiles + first_tile + tile
-    list = place * room
-    count = tl.zeros([], tl.int32)
+    picked += place * room
+    bits += place * room
+    both, shared, lower = tl.zeros([], tl.int32), tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+    if HALVES == 2:
+        for start in range(0, can, ACROSS):
+            n = start + tl.arange(0, ACROSS)
+            word = tl.load(words + n, mask=n < can, other=0)
+            lower += tl.sum(((word & LOW) != 0).to(tl.int32), 0)
+            shared += tl.sum((((word & LOW) != 0) & ((word & ~LOW) != 0)).to(tl.int32), 0)
+    one, two = shared, lower  # where each of the three begins
+    tl.store(ends + 3 * place, one)
+    tl.store(ends + 3 * place + 1, two)
     for start in range(0, can, ACROSS):
         n = start + tl.arange(0, ACROSS)
         word = tl.load(words + n, mask=n < can, other=0)
-        some = (word != 0).to(tl.int32)
-        entry = list + count + tl.cumsum(some, 0) - some
-        tl.store(picked + entry, n, mask=some != 0)
-        tl.store(bits + entry, word, mask=some != 0)
-        count += tl.sum(some, 0)
-    tl.store(counts + place, count)
+        if HALVES == 2:
+            in_both = (((word & LOW) != 0) & ((word & ~LOW) != 0)).to(tl.int32)
+            in_one = ((word & LOW) != 0).to(tl.int32) - in_both
+            in_two = ((word & ~LOW) != 0).to(tl.int32) - in_both
+            entry = tl.where(in_both != 0, both + tl.cumsum(in_both, 0), one + tl.cumsum(in_one, 0))
+            entry = tl.where(in_two != 0, two + tl.cumsum(in_two, 0), entry) - 1
+            both += tl.sum(in_both, 0)
+            one += tl.sum(in_one, 0)
+        else:
+            in_two = (word != 0).to(tl.int32)
+            entry = two + tl.cumsum(in_two, 0) - 1
+        two += tl.sum(in_two, 0)
+        tl.store(picked + entry, n.to(picked.dtype.element_ty), mask=word != 0)
+        tl.store(bits + entry, word, mask=word != 0)
+    tl.store(ends + 3 * place + 2, two)
 
 
 _means, _aims, _levels = Launcher(_means_kernel), Launcher(_aims_kernel), Launcher(_levels_kernel)
@@ -458,18 +479,21 @@ def _table(law: Law) -> Float64[Tensor, " n"]:
 
 
 class Unions(NamedTuple):
-    """Of every tile of queries: the blocks that some of them choose, a bit for each row that does, and how many."""
+    """Of every tile of queries: the blocks that some of them choose, a bit for each row that does, and where they end.
 
-    picked: Int32[Tensor, "b g tiles room"]
+    Ends are those of the blocks that both halves choose, of those that the first half chooses, and of all.
+    """
+
+    picked: Int[Tensor, "b g tiles room"]
     bits: Int32[Tensor, "b g tiles room"]
-    counts: Int32[Tensor, "b g tiles"]
+    ends: Int32[Tensor, "b g tiles 3"]
 
 
 class Selection:
     """A law's region with a choice, as its kernels see it; `tile` queries choose at a time, all of one chunk."""
 
-    def __init__(self, law: Law, tile: int, device: torch.device) -> None:
-        self.law, self.tile = law, tile
+    def __init__(self, law: Law, tile: int, device: torch.device, halves: int = 1) -> None:
+        self.law, self.tile, self.halves = law, tile, halves
         self.region = law.regions[-1]
         self.table: Float64[Tensor, " n"] = law.kept(("chosen", device), lambda: _table(law).to(device))
 
@@ -530,8 +554,14 @@ class Selection:
         """Return room for what the queries at some positions choose, tile by tile."""
         tiles = _cdiv(len(queries), self.tile)
         most = min(self.choosable(queries[-1]), self.tile * self.choice.most)
-        picked, bits = (torch.empty(b, g, tiles, most, dtype=torch.int32, device=device) for _ in range(2))
-        return Unions(picked, bits, torch.empty(b, g, tiles, dtype=torch.int32, device=device))
+        kinds = self.numbers(self.choosable(queries[-1])), torch.int32
+        picked, bits = (torch.empty(b, g, tiles, most, dtype=kind, device=device) for kind in kinds)
+        return Unions(picked, bits, torch.empty(b, g, tiles, 3, dtype=torch.int32, device=device))
+
+    @staticmethod
+    def numbers(blocks: int) -> torch.dtype:
+        """Return the type of a list's numbers of blocks."""
+        return torch.int16 if blocks <= 2**15 else torch.int32
 
     def aims(
         self, q: Tensor, k: Tensor, centre: Tensor, queries: range, *, start: int
@@ -605,6 +635,6 @@ class Selection:
             device,
             (_cdiv(rows, tile), g, b),
             (words, *unions, queries.start, stride, *self._bands, tiles, (queries.start - first) // tile, most),
-            {"TILE": tile, "ACROSS": 1024},
+            {"TILE": tile, "HALVES": self.halves, "ACROSS": 1024},
             {"num_warps": 4},
         )
