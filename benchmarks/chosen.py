@@ -101,12 +101,12 @@ def peak(function: Callable[..., Any], *tensors: Tensor) -> float:
 
 def union(made: chosen.Kernels, q: Tensor, k: Tensor) -> float:
     """Return how many times one query's blocks a tile of the last queries loads."""
-    selection, last = made.selection, made._stretches(range(q.shape[2]), GROUPS)[-1]
+    selection, last = made.selection, made._stretches(range(q.shape[2]), GROUPS, made.room)[-1]
     last = made._pieces(last, GROUPS)[-1]
     unions = selection.room(q.shape[0], GROUPS, last, q.device)
     found = selection.summaries(k, selection.choosable(q.shape[2] - 1))
     aims = selection.aims(q, k, found[1], last, start=0)
-    selection.unite(unions, aims, found[0], last, first=last.start, there=range(q.shape[2]))
+    selection.unite(unions, aims, found[0], last, first=last.start, aimed=last.start, there=range(q.shape[2]))
     return float(unions.ends[..., 2].double().mean()) / selection.choice.most
 
 

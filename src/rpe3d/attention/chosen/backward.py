@@ -283,7 +283,7 @@ def add_far(
         keys, heads, n = few.keys, few.heads, few.turned.shape[2]
         far_dk, far_dv = (torch.zeros(few.turned.shape, dtype=torch.float32, device=q.device) for _ in range(2))
         blocks = n // selection.choice.size
-        for stretch in made._stretches(span.queries, q.shape[0] * few.k.shape[1], more, ROOM):
+        for stretch in made._stretches(span.queries, q.shape[0] * few.k.shape[1], ROOM, more):
             positions = range(max(stretch.start, span.queries.start), min(stretch.stop, span.queries.stop))
             rows = slice(positions.start - span.queries.start, positions.stop - span.queries.start)
             unions = made.unions(span, few, q, stretch)

@@ -155,9 +155,7 @@ def _far_kernel(
     if HALVES == 1:
         for n in range(0, end * SIZE, BLOCK_N):
             key, value, word = _gather(k, v, picked, bits, n, end, k_s, v_s, SIZE, DIM, WIDTH, BLOCK_N, LONG)
-            acc, largest, total = _add(
-                query, key, value, word, at[3], acc, largest, total, scale, WIDEN, PRECISION
-            )
+            acc, largest, total = _add(query, key, value, word, at[3], acc, largest, total, scale, WIDEN, PRECISION)
     else:
         at2 = _rows(first, query_start, queries, PART, 1, GROUP, HEADS, PARTS, BLOCK_M)
         query2, acc2, largest2, total2 = _begin(
@@ -165,17 +163,13 @@ def _far_kernel(
         )
         for n in range(0, both * SIZE, BLOCK_N):
             key, value, word = _gather(k, v, picked, bits, n, both, k_s, v_s, SIZE, DIM, WIDTH, BLOCK_N, LONG)
-            acc, largest, total = _add(
-                query, key, value, word, at[3], acc, largest, total, scale, WIDEN, PRECISION
-            )
+            acc, largest, total = _add(query, key, value, word, at[3], acc, largest, total, scale, WIDEN, PRECISION)
             acc2, largest2, total2 = _add(
                 query2, key, value, word, at2[3], acc2, largest2, total2, scale, WIDEN, PRECISION
             )
         for n in range(both * SIZE, one * SIZE, BLOCK_N):
             key, value, word = _gather(k, v, picked, bits, n, one, k_s, v_s, SIZE, DIM, WIDTH, BLOCK_N, LONG)
-            acc, largest, total = _add(
-                query, key, value, word, at[3], acc, largest, total, scale, WIDEN, PRECISION
-            )
+            acc, largest, total = _add(query, key, value, word, at[3], acc, largest, total, scale, WIDEN, PRECISION)
         for n in range(one * SIZE, end * SIZE, BLOCK_N):
             key, value, word = _gather(k, v, picked, bits, n, end, k_s, v_s, SIZE, DIM, WIDTH, BLOCK_N, LONG)
             acc2, largest2, total2 = _add(
@@ -191,20 +185,20 @@ _far = Launcher(_far_kernel)
 INTERPRETED = _far.interpreted
 
 
-def shape(group: int) -> tuple[int, int]:
-    """Return how many neighbouring queries choose together, for so many heads to a key head, and in how many halves.
-
-    A half has at least 64 rows where it can, the fewest that Hopper multiplies at a time. Keys come from the L2 cache,
-    which 64 rows keep waiting: two halves share what both choose.
-    """
-    if group <= 2:
-        return 32, 1
-    return (32, 2) if group <= 4 else (16, 1)
-
-
 def most_rows(d: int, size: int) -> int:
     """Return how many rows of d numbers of `size` bytes a program may have."""
     return min(128, TILES // (max(16, _power(d)) * size))
+
+
+def shape(group: int, d: int, size: int) -> tuple[int, int]:
+    """Return how many neighbouring queries choose together, and in how many halves.
+
+    group: heads to a key head. A half has at least 64 rows where it can, the fewest that Hopper multiplies at a time.
+    Keys come from the L2 cache, which 64 rows keep waiting: two halves share what both choose.
+    """
+    if group <= 2:
+        return 32, 1
+    return (32, 2) if 32 * group <= most_rows(d, size) else (16, 1)
 
 
 def attend(
@@ -238,8 +232,7 @@ def attend(
         q.device,
         (tiles, g * parts, b),
         (
-            q, k, v, out, lse, unions.picked, unions.bits, unions.ends, selection.table, first, query_start, t, room, query_start,
-            scale * LOG2_E,
+            q, k, v, out, lse, *unions, selection.table, first, query_start, t, room, query_start, scale * LOG2_E,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *lse.stride()[:2],
         ),
         {
