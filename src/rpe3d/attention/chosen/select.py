@@ -41,10 +41,15 @@ from rpe3d.geometry.region import Choice
 from rpe3d.rotation.launch import Launcher
 
 _ALIKE = tl.constexpr(ALIKE)
-PER_WARP = 2048
-"""Levels that a warp searches: in several warps every step of a search costs all of them what it costs one."""
+# What follows was counted in compiled code, not timed; `benchmarks/chosen.py --parts variants` times it.
 DIRECT = 2048
 """Blocks of a row that are searched as they are; of more, first the tops of groups, then `most` groups."""
+PER_WARP = 2048
+"""Levels that a warp searches: each of several warps would spend on a step what one does, but for the levels."""
+REGISTERS = 168
+"""Of a thread that searches, at most: twelve warps to a processor."""
+ROWS = 128
+"""Rows of a program that computes levels: with 64, half as much again is read for each level."""
 
 
 @triton.jit
@@ -284,10 +289,12 @@ def _marks_kernel(
         whole = can // GROUP
         low, begin = _search(tops, whole, most, ROWS, ACROSS, TILES)
         count = tl.zeros([ROWS], tl.int32)
-        for start in range(0, tl.max(whole), ACROSS):
-            some = _above(_row_levels(tops, start + n, whole[:, None]), start + n, whole, low, begin).to(tl.int32)
+        SOME: tl.constexpr = min(ACROSS, 1024)  # Triton's cumulative sum of more takes ten times as long
+        for start in range(0, tl.max(whole), SOME):
+            g = start + tl.arange(0, SOME)[None, :]
+            some = _above(_row_levels(tops, g, whole[:, None]), g, whole, low, begin).to(tl.int32)
             place = count[:, None] + tl.cumsum(some, 1) - some
-            tl.store(groups + place, tl.broadcast_to(start + n, some.shape), mask=some != 0)
+            tl.store(groups + place, tl.broadcast_to(g, some.shape), mask=some != 0)
             count += tl.sum(some, 1)
         tl.debug_barrier()  # what other threads have written is read now
         n = tl.arange(0, ROOM * GROUP)[None, :]
@@ -501,21 +508,22 @@ class Selection:
         """
         (b, g, all_rows, d), rows, device = aims.shape, len(queries), aims.device
         choice, blocks, tile = self.choice, self.choosable(queries[-1]), self.tile
-        group = self.group(blocks)
+        group, block_m = self.group(blocks), ROWS if d <= 128 else ROWS // 2
         stride = _cdiv(blocks, 128) * 128
         levels, tops, words, groups = self.scratch(b * g, rows, blocks, device)
         _levels(
             device,
-            (_cdiv(rows, 128) * _cdiv(blocks, 128), g, b),
+            (_cdiv(rows, block_m) * _cdiv(blocks, 128), g, b),
             (
                 aims, summaries, levels, tops, words, queries.start, rows, blocks, stride, *self._bands, all_rows,
                 queries.start - aimed, summaries.shape[2],
             ),
             {
                 "TILE": tile, "DIM": d, "WIDTH": max(16, _power(d)), "ALWAYS": choice.always,
-                "INVERSE_STEP": 1 / choice.STEP, "GROUP": group, "BLOCK_M": 128, "BLOCK_N": 128, "WIDEN": INTERPRETED,
+                "INVERSE_STEP": 1 / choice.STEP, "GROUP": group, "BLOCK_M": block_m, "BLOCK_N": 128,
+                "WIDEN": INTERPRETED,
             },
-            {"num_warps": 8},
+            {"num_warps": 8, "maxnreg": 128},
         )  # fmt: skip
         across = min(WIDEST, max(128, _power(blocks // group)))
         widest = across if group == 1 else max(across, groups.shape[2] * group)
@@ -531,7 +539,7 @@ class Selection:
                 "TILE": tile, "GROUP": group, "ROWS": each, "ACROSS": across, "TILES": _cdiv(blocks // group, across),
                 "ROOM": groups.shape[2],
             },
-            {"num_warps": max(1, min(8, widest // PER_WARP)), "maxnreg": 168},
+            {"num_warps": max(1, min(8, widest // PER_WARP)), "maxnreg": REGISTERS},
         )  # fmt: skip
         _, _, tiles, most = unions.picked.shape
         _unions(
