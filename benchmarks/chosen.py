@@ -67,8 +67,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "search in 128 registers": {"select.REGISTERS": 128},
     "search in 255 registers": {"select.REGISTERS": 255},
     "levels of 64 rows": {"select.ROWS": 64},
-    "twice the room": {"SHARE": 8},
-    "half the room": {"SHARE": 32},
+    "twice the room": {"SHARES": (7 / 64, 23 / 64)},
+    "half the room": {"SHARES": (7 / 256, 23 / 256)},
 }
 """Options of `Kernels`, and constants of `chosen` and `chosen.select`."""
 Rows = list[dict[str, Any]]
@@ -123,7 +123,7 @@ def peak(function: Callable[..., Any], *tensors: Tensor) -> float:
 def union(made: chosen.Kernels, q: Tensor, k: Tensor) -> float:
     """Return how many times one query's blocks a tile of the last queries loads."""
     selection, last = made.selection, made._stretches(range(q.shape[2]), GROUPS, made.room)[-1]
-    last = made._pieces(last, GROUPS)[-1]
+    last = made._pieces(last, GROUPS, made.levels)[-1]
     unions = selection.room(q.shape[0], GROUPS, last, q.device)
     found = selection.summaries(k, selection.choosable(q.shape[2] - 1))
     aims = selection.aims(q, k, found[1], last, start=0)

@@ -10,6 +10,7 @@ import torch
 
 from rpe3d.attention import chosen
 from rpe3d.attention.chooser import Chooser
+from rpe3d.attention.problem import check
 from rpe3d.testing import assert_as_good, in_float64, random_problem, small_law
 
 pytestmark = [
@@ -46,7 +47,7 @@ def picked(x, made):
     for some in made._stretches(span.queries, x.k.shape[1], made.room):
         unions = selection.room(*x.k.shape[:2], some, x.q.device)
         aims = selection.aims(x.q, x.k, centre, some, start=span.queries.start)
-        for piece in made._pieces(some, x.k.shape[1]):
+        for piece in made._pieces(some, x.k.shape[1], made.levels):
             selection.unite(unions, aims, summaries, piece, first=some.start, aimed=some.start, there=span.queries)
         for b, g, tile in torch.cartesian_prod(*(torch.arange(n) for n in unions.ends.shape[:3])).tolist():
             for entry in range(int(unions.ends[b, g, tile, 2])):
@@ -104,12 +105,16 @@ def test_they_find_the_best_blocks_among_those_of_the_best_groups(block, far, de
 
 
 @pytest.mark.parametrize("far", [1, 7, 40])
-@pytest.mark.parametrize("direct", [0, 2048])
-def test_of_blocks_that_score_alike_the_nearer_are_chosen(direct, far, device, monkeypatch):
-    """Keys of zeros score alike; of the others some are in every group, in one alone, or there are none."""
+@pytest.mark.parametrize(("direct", "widest"), [(0, 16384), (2048, 16384), (0, 16), (2048, 64)])
+def test_of_blocks_that_score_alike_the_nearer_are_chosen(direct, widest, far, device, monkeypatch):
+    """Keys of zeros score alike; of the others some are in every group, in one alone, or there are none.
+
+    Searched by groups and directly, in registers and in several parts that are read anew.
+    """
     from rpe3d.attention.chosen import select
 
     monkeypatch.setattr(select, "DIRECT", direct)
+    monkeypatch.setattr(select, "WIDEST", widest)
     x = problem(law_for(far, block=4), device, dtype=torch.float32, h=2, g=1, t=40, s=901)
     for some in (slice(0, 0), slice(300, 304), slice(3, 901, 32), slice(100, 600, 7)):
         k = torch.zeros_like(x.k)
@@ -190,6 +195,27 @@ def test_stretches_and_heads_change_nothing(device):
     assert len(small._stretches(span.queries, 2, small._left(20000))) > 1
     for one, other in zip(out, small(x.q, x.k, x.v, x.sinks), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(("tokens", "launches"), [(16384, 2), (32768, 4), (65536, 8), (131072, 16), (262144, 32)])
+def test_a_prompt_needs_a_tenth_of_its_vectors_in_memory(tokens, launches):
+    """Of 32 + 8 heads x 128 in bfloat16: buffers and the log-sum-exp beside q, k, v and the output, at any time."""
+    law = law_for(128, pretrained=8192, context=1048576, chunk=512, window=2560, reach=4096, head_dim=128)
+    q, k = (torch.empty(1, 1, 1, 1, dtype=torch.bfloat16).expand(1, heads, tokens, 128) for heads in (32, 8))
+    made = chosen.Kernels(check(q, k, k, law, rotated=True))
+    (span,) = made.spans
+    selection, blocks = made.selection, made.selection.choosable(tokens - 1)
+    heads = made._together(span.queries, 1, 8, blocks * 16 * 256)
+    stretches = made._stretches(span.queries, heads, made._left(heads * blocks * 16 * 256))
+    assert 8 // heads * len(stretches) == launches
+    turned = heads * blocks * 16 * 256
+    lists = max(heads * len(some) // selection.tile * selection.list_bytes(blocks) for some in stretches)
+    scores = max(
+        heads * len(some) * selection.row_bytes(blocks) for some in made._pieces(stretches[-1], heads, made.levels)
+    )
+    far = turned + lists + scores + made.levels // 4
+    near = 2 * min(8192, made.near.rows) * 32 * (256 + 4)
+    assert max(far, near) + 128 * tokens <= 0.1 * 20480 * tokens
 
 
 def stepped(x, memory=None, **options):

@@ -33,10 +33,11 @@ LEVELS = 2**25
 """Bytes of scores at a time, and of what is made of them: as many as stay in a GPU's cache until they are searched."""
 ROOM = 2**27
 """Bytes of turned far keys and of what tiles of queries have chosen, at a time."""
-SHARE = 16
-"""Scores have at most this part of the queries' own bytes, keys and lists three times that, so that short prompts too
-need little more memory: less than a tenth of vectors and output, with the log-sum-exp. `LEAST` bytes are always had."""
+SHARES = 7 / 128, 23 / 128
+"""Of the queries' own bytes: what scores have, and keys and lists, so that short prompts too need little more memory.
+With the log-sum-exp, a tenth of vectors and output."""
 LEAST = 2**22
+"""Bytes that scores always have; keys and lists have three times as many."""
 WIDEST = 256
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _HAS_TRITON = find_spec("triton") is not None
@@ -147,14 +148,14 @@ class Kernels:
         self.problem = x
         near, self.region = x.law.regions
         own = x.q.numel() * x.q.element_size()
-        rows = max(2 * LEAST, own // SHARE) * x.q.shape[0] * x.q.shape[2] // max(1, own)  # a block has two parts
-        self.near = blocked.Calls(x, regions=(near,), rows=max(1, rows))
+        part = max(2 * LEAST, own // 16)  # of near keys, for some queries; at a time there are two
+        self.near = blocked.Calls(x, regions=(near,), rows=part * x.q.shape[0] * x.q.shape[2] // max(1, own))
         self.spans = [span for span in spans(x) if span is not None]
         shape = shape or far.shape(x.q.shape[1] // x.k.shape[1], x.q.shape[3], x.q.element_size())
         self.selection = select.Selection(x.law, shape[0], x.q.device, shape[1])
         self.tables = Tables()
-        share = max(LEAST, own // SHARE)
-        self.levels, self.room = min(LEVELS, share), min(ROOM, 3 * share)
+        self.levels = min(LEVELS, max(LEAST, int(own * SHARES[0])))
+        self.room = min(ROOM, max(3 * LEAST, int(own * SHARES[1])))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the output and the log-sum-exp."""
@@ -181,15 +182,16 @@ class Kernels:
     def _add_far(self, span: Span, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
         """Add the far keys of a span's queries to `out` and `lse`, a few key heads at a time."""
         for few in self.few_heads(span, q, k):
-            for some_queries in self._stretches(
-                span.queries, q.shape[0] * few.k.shape[1], self._left(few.turned.nbytes)
-            ):
+            room = self._left(few.turned.nbytes)
+            for some_queries in self._stretches(span.queries, q.shape[0] * few.k.shape[1], room):
                 unions = self.unions(span, few, q, some_queries)
                 self.far.attend(
                     self.selection, unions, q[:, few.heads], few.turned, v[:, few.keys],
                     out[:, few.heads], lse[:, few.heads],
                     first=some_queries.start, query_start=span.queries.start, scale=self.problem.scale, **self.options,
                 )  # fmt: skip
+                del unions  # before the next are made
+            del few
 
     def few_heads(self, span: Span, q: Tensor, k: Tensor) -> Iterator[Few]:
         """Yield a span's key heads, as many at a time as `_together` says; none if none of its keys is far."""
@@ -221,9 +223,11 @@ class Kernels:
         """Return what the queries at some positions choose, tile by tile."""
         heads = q.shape[0] * few.k.shape[1]
         unions = self.selection.room(q.shape[0], few.k.shape[1], some_queries, q.device)
+        spare = self._left(few.turned.nbytes) - sum(x.nbytes for x in unions)
+        levels = min(LEVELS, self.levels + max(0, spare))
         for part in self._cut(some_queries, self.levels // 4, heads * 2 * q.shape[3]):
             aims = self.selection.aims(q[:, few.heads], few.k, few.centre, part, start=span.queries.start)
-            for piece in self._pieces(part, heads):
+            for piece in self._pieces(part, heads, levels):
                 self.selection.unite(
                     unions, aims, few.summaries, piece, first=some_queries.start, aimed=part.start, there=span.queries
                 )
@@ -256,10 +260,10 @@ class Kernels:
         each = self.selection.list_bytes(self.selection.choosable(queries[-1])) + more
         return self._cut(range(start, stop), room, heads * each, tile)
 
-    def _pieces(self, queries: range, heads: int) -> list[range]:
+    def _pieces(self, queries: range, heads: int, room: int) -> list[range]:
         """Cut positions into whole tiles, as many as have room for their scores."""
         each = self.selection.row_bytes(self.selection.choosable(queries[-1]))
-        return self._cut(queries, self.levels, heads * each)
+        return self._cut(queries, room, heads * each)
 
     def _cut(self, positions: range, room: int, each: int, rows: int = 1) -> list[range]:
         """Cut positions into as few parts as have room, of whole tiles and about the same length.

@@ -461,16 +461,20 @@ class Selection:
         return 1 if blocks <= DIRECT else math.gcd(TOGETHER, self._per_chunk)
 
     def row_bytes(self, blocks: int) -> int:
-        """Return the bytes of a row in `scratch`."""
-        return -(-sum(x.nbytes for x in self.scratch(1, self.tile, blocks, torch.device("meta"))) // self.tile)
+        """Return the bytes that a row needs until it has chosen, from so many blocks."""
+        parts = self._scratch(self.tile, blocks)
+        return _cdiv(sum(rows * columns * kind.itemsize for rows, columns, kind in parts), self.tile)
 
-    def scratch(self, heads: int, rows: int, blocks: int, device: torch.device) -> tuple[Tensor, ...]:
-        """Return room for levels, tops, words and the numbers of groups, of so many rows for each of the heads."""
+    def _scratch(self, rows: int, blocks: int) -> list[tuple[int, int, torch.dtype]]:
+        """Return the sizes of levels, tops, words and the numbers of groups, of so many rows."""
         group, stride = self.group(blocks), _cdiv(blocks, 128) * 128
         few, grouped = _power(min(self.choice.most, blocks // group)), rows if group > 1 else 0
-        shapes = (rows, stride), (grouped, stride // group), (_cdiv(rows, self.tile), stride), (grouped, few)
-        kinds = torch.int16, torch.int16, torch.int32, torch.int32
-        return tuple(torch.empty(heads, *n, dtype=kind, device=device) for n, kind in zip(shapes, kinds, strict=True))
+        return [
+            (rows, stride, torch.int16),
+            (grouped, stride // group, torch.int16),
+            (_cdiv(rows, self.tile), stride, torch.int32),
+            (grouped, few, torch.int32),
+        ]
 
     @staticmethod
     def numbers(blocks: int) -> torch.dtype:
@@ -510,7 +514,9 @@ class Selection:
         choice, blocks, tile = self.choice, self.choosable(queries[-1]), self.tile
         group, block_m = self.group(blocks), ROWS if d <= 128 else ROWS // 2
         stride = _cdiv(blocks, 128) * 128
-        levels, tops, words, groups = self.scratch(b * g, rows, blocks, device)
+        levels, tops, words, groups = (
+            torch.empty(b * g, *size, dtype=kind, device=device) for *size, kind in self._scratch(rows, blocks)
+        )
         _levels(
             device,
             (_cdiv(rows, block_m) * _cdiv(blocks, 128), g, b),
