@@ -148,8 +148,9 @@ class Kernels:
         self.problem = x
         near, self.region = x.law.regions
         own = x.q.numel() * x.q.element_size()
-        part = max(2 * LEAST, own // 16)  # of near keys, for some queries; at a time there are two
-        self.near = blocked.Calls(x, regions=(near,), rows=part * x.q.shape[0] * x.q.shape[2] // max(1, own))
+        part = max(2 * LEAST, own // 16)  # of what near keys give to some queries; at a time there are two
+        rows = max(1024, part * x.q.shape[0] * x.q.shape[2] // max(1, own))
+        self.near = blocked.Calls(x, regions=(near,), rows=rows)
         self.spans = [span for span in spans(x) if span is not None]
         shape = shape or far.shape(x.q.shape[1] // x.k.shape[1], x.q.shape[3], x.q.element_size())
         self.selection = select.Selection(x.law, shape[0], x.q.device, shape[1])
