@@ -1,18 +1,21 @@
 """Attention whose queries choose their far keys against plain attention: prefill, decode, training, memory, growth.
 
     python benchmarks/chosen.py --out benchmarks/results          # needs a GPU
+    python benchmarks/chosen.py --out DIR --parts variants --lengths 32768,131072   # other constants, one by one
 
 Vectors are such that neighbouring tokens are alike, as in a text: what a tile of queries must load is the union of
 what they choose, and a column says how many times one query's choice it is. No time is reported for kernels that fail
 their check against the specification in float64. Every row is a ratio against a peer in the same run. Training is a
-forward and its backward; `mib` is the peak of both, with vectors and gradients. Writes chosen-cuda.csv.
+forward and its backward; `mib` is the peak of both, with vectors and gradients. Writes chosen-cuda.csv. Variants are
+prompts with one constant of the kernels changed, each with the time of its kernels.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,6 +53,24 @@ OWN: dict[str, Any] = {"chunk": 512, "window": 2560, "reach": 4096, "focus": 0, 
 PREFILL = {16384: None, 32768: 1.3, 65536: None, 131072: 2.5, 262144: 4.0}
 DECODE = {32768: None, 131072: 3.0}
 TRAIN = [32768, 65536]
+VARIANTS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "tiles of 16 queries": {"shape": (16, 1)},
+    "tiles of 32 queries, no halves": {"shape": (32, 1)},
+    "32 keys at a time": {"block_n": 32},
+    "32 keys at a time, 3 stages": {"block_n": 32, "num_stages": 3},
+    "3 stages": {"num_stages": 3},
+    "8 warps": {"num_warps": 8},
+    "groups from 1024 blocks on": {"select.DIRECT": 1024},
+    "groups always": {"select.DIRECT": 0},
+    "512 levels to a warp": {"select.PER_WARP": 512},
+    "search in 128 registers": {"select.REGISTERS": 128},
+    "search in 255 registers": {"select.REGISTERS": 255},
+    "levels of 64 rows": {"select.ROWS": 64},
+    "twice the room": {"SHARES": (7 / 64, 23 / 64)},
+    "half the room": {"SHARES": (7 / 256, 23 / 256)},
+}
+"""Options of `Kernels`, and constants of `chosen` and `chosen.select`."""
 Rows = list[dict[str, Any]]
 
 
@@ -101,13 +122,13 @@ def peak(function: Callable[..., Any], *tensors: Tensor) -> float:
 
 def union(made: chosen.Kernels, q: Tensor, k: Tensor) -> float:
     """Return how many times one query's blocks a tile of the last queries loads."""
-    selection, last = made.selection, made._stretches(range(q.shape[2]), GROUPS)[-1]
-    last = made._pieces(last, GROUPS)[-1]
+    selection, last = made.selection, made._stretches(range(q.shape[2]), GROUPS, made.room)[-1]
+    last = made._pieces(last, GROUPS, made.levels)[-1]
     unions = selection.room(q.shape[0], GROUPS, last, q.device)
     found = selection.summaries(k, selection.choosable(q.shape[2] - 1))
     aims = selection.aims(q, k, found[1], last, start=0)
-    selection.unite(unions, aims, found[0], last, first=last.start, there=range(q.shape[2]))
-    return float(unions.counts.double().mean()) / selection.choice.most
+    selection.unite(unions, aims, found[0], last, first=last.start, aimed=last.start, there=range(q.shape[2]))
+    return float(unions.ends[..., 2].double().mean()) / selection.choice.most
 
 
 def prefill(rows: Rows, law: Any, lengths: list[int]) -> None:
@@ -124,6 +145,57 @@ def prefill(rows: Rows, law: Any, lengths: list[int]) -> None:
         mine = milliseconds(ours, q, k, v, repeat=repeat)
         extra = {"union": round(union(made, q, k), 2), "mib": peak(ours, q, k, v), "peer_mib": peak(plain, q, k, v)}
         add(rows, "prefill", law, tokens, 1, mine, "sdpa-cudnn", peer, PREFILL.get(tokens), **extra)
+
+
+@contextmanager
+def changed(constants: dict[str, Any]) -> Iterator[None]:
+    """Have other constants in `chosen` and `chosen.select` for a while."""
+    from rpe3d.attention.chosen import select
+
+    owners: dict[str, Any] = {name: select if name.startswith("select.") else chosen for name in constants}
+    before = {name: getattr(owner, name.removeprefix("select.")) for name, owner in owners.items()}
+
+    def put(values: dict[str, Any]) -> None:
+        for name, owner in owners.items():
+            setattr(owner, name.removeprefix("select."), values[name])
+
+    put(constants)
+    try:
+        yield
+    finally:
+        put(before)
+
+
+def by_kernel(function: Callable[..., Any], *tensors: Tensor, repeat: int = 3) -> dict[str, float]:
+    """Return the milliseconds that each kernel of a call takes, the longest first."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(repeat):
+            function(*tensors)
+        torch.cuda.synchronize()
+    times = {x.key: x.self_device_time_total / 1000 / repeat for x in profile.key_averages()}
+    return dict(sorted(times.items(), key=lambda x: -x[1]))
+
+
+def variants(rows: Rows, law: Any, lengths: list[int]) -> None:
+    for tokens in lengths:
+        q, k, v = (alike(heads, tokens) for heads in (HEADS, GROUPS, GROUPS))
+        peer = milliseconds(plain, q, k, v, repeat=5)
+        mib = {"peer_mib": peak(plain, q, k, v)}
+        for name, change in VARIANTS.items():
+            constants = {key: x for key, x in change.items() if key.rsplit(".", maxsplit=1)[-1].isupper()}
+            with changed(constants):
+                options = {key: x for key, x in change.items() if key not in constants}
+                made = chosen.Kernels(check(q, k, v, law, rotated=True), **options)
+
+                def ours(q: Tensor, k: Tensor, v: Tensor, made: chosen.Kernels = made) -> Tensor:
+                    return made(q, k, v, None)[0]
+
+                check_rows(law, ours(q, k, v), q, k, v, [3100, tokens - 40], 32)
+                mine = milliseconds(ours, q, k, v, repeat=5)
+                extra = {"union": round(union(made, q, k), 2), "mib": peak(ours, q, k, v), **mib}
+                add(rows, f"prefill, {name}", law, tokens, 1, mine, "sdpa-cudnn", peer, None, **extra)
+                for kernel, ms in list(by_kernel(ours, q, k, v).items())[:9]:
+                    print(f"    {ms:8.3f} {kernel[:100]}", flush=True)
 
 
 def differentiated(attention: Attention, weight: Tensor, *vectors: Tensor) -> tuple[Tensor, ...]:
@@ -244,6 +316,8 @@ def main() -> None:
             if part == "decode":
                 decode(rows, law, False)
                 decode(rows, law, True)
+            elif part == "variants":
+                variants(rows, law, [int(n) for n in given.lengths.split(",")])
             elif part == "train":
                 train(rows, law, [int(n) for n in given.trained.split(",")])
             else:

@@ -10,6 +10,7 @@ import torch
 
 from rpe3d.attention import chosen
 from rpe3d.attention.chooser import Chooser
+from rpe3d.attention.problem import check
 from rpe3d.testing import assert_as_good, in_float64, random_problem, small_law
 
 pytestmark = [
@@ -43,13 +44,13 @@ def picked(x, made):
     selection, blocks = made.selection, made.selection.choosable(span.queries[-1])
     summaries, centre = selection.summaries(x.k, blocks)
     found = torch.zeros(x.q.shape[0], x.k.shape[1], x.q.shape[2], blocks, dtype=torch.bool)
-    for some in made._stretches(span.queries, x.k.shape[1]):
+    for some in made._stretches(span.queries, x.k.shape[1], made.room):
         unions = selection.room(*x.k.shape[:2], some, x.q.device)
         aims = selection.aims(x.q, x.k, centre, some, start=span.queries.start)
-        for piece in made._pieces(some, x.k.shape[1]):
-            selection.unite(unions, aims, summaries, piece, first=some.start, there=span.queries)
-        for b, g, tile in torch.cartesian_prod(*(torch.arange(n) for n in unions.counts.shape)).tolist():
-            for entry in range(int(unions.counts[b, g, tile])):
+        for piece in made._pieces(some, x.k.shape[1], made.levels):
+            selection.unite(unions, aims, summaries, piece, first=some.start, aimed=some.start, there=span.queries)
+        for b, g, tile in torch.cartesian_prod(*(torch.arange(n) for n in unions.ends.shape[:3])).tolist():
+            for entry in range(int(unions.ends[b, g, tile, 2])):
                 word = int(unions.bits[b, g, tile, entry])
                 for r in range(selection.tile):
                     if word >> r & 1:
@@ -84,6 +85,15 @@ def test_the_first_blocks_are_always_chosen(first, device):
     assert not found[..., 1].all() or first == 128
 
 
+@pytest.fixture
+def grouped(monkeypatch):
+    """Few blocks are searched as many are: first the tops of groups."""
+    from rpe3d.attention.chosen import select
+
+    monkeypatch.setattr(select, "DIRECT", 0)
+
+
+@pytest.mark.usefixtures("grouped")
 @pytest.mark.parametrize("far", [1, 3, 11])
 @pytest.mark.parametrize("block", [4, 8, 16])
 def test_they_find_the_best_blocks_among_those_of_the_best_groups(block, far, device):
@@ -95,14 +105,42 @@ def test_they_find_the_best_blocks_among_those_of_the_best_groups(block, far, de
 
 
 @pytest.mark.parametrize("far", [1, 7, 40])
-def test_of_blocks_that_score_alike_the_nearer_are_chosen(far, device):
-    """Keys of zeros score alike; of the others some are in every group, in one alone, or there are none."""
+@pytest.mark.parametrize(("direct", "widest"), [(0, 16384), (2048, 16384), (0, 16), (2048, 64)])
+def test_of_blocks_that_score_alike_the_nearer_are_chosen(direct, widest, far, device, monkeypatch):
+    """Keys of zeros score alike; of the others some are in every group, in one alone, or there are none.
+
+    Searched by groups and directly, in registers and in several parts that are read anew.
+    """
+    from rpe3d.attention.chosen import select
+
+    monkeypatch.setattr(select, "DIRECT", direct)
+    monkeypatch.setattr(select, "WIDEST", widest)
     x = problem(law_for(far, block=4), device, dtype=torch.float32, h=2, g=1, t=40, s=901)
     for some in (slice(0, 0), slice(300, 304), slice(3, 901, 32), slice(100, 600, 7)):
         k = torch.zeros_like(x.k)
         k[:, :, some] = x.k[:, :, some]
         y = replace(x, k=k)
         assert_chosen_alike(y, picked(y, chosen.Kernels(y)))
+
+
+@pytest.mark.parametrize("halves", [1, 2])
+def test_a_list_has_what_both_halves_of_a_tile_choose_first(halves, device):
+    """Then what the first half chooses alone, then the second; without halves all is of the second."""
+    x = problem(law_for(3), device, dtype=torch.float32, h=4, g=1, t=150, s=300)
+    made = chosen.Kernels(x, shape=(32, halves))
+    (span,) = made.spans
+    (few,) = made.few_heads(span, x.q, x.k)
+    for some in made._stretches(span.queries, 1, made.room):
+        unions = made.unions(span, few, x.q, some)
+        assert unions.picked.dtype == torch.int16
+        for tile, (both, one, end) in enumerate(unions.ends[0, 0].tolist()):
+            words = [word % 2**32 for word in unions.bits[0, 0, tile, :end].tolist()]
+            kinds = [2 * (word % 2**16 == 0) + (word >= 2**16 and word % 2**16 > 0) for word in words]
+            order = [1] * both + [0] * (one - both) + [2] * (end - one)
+            assert (kinds == order) if halves == 2 else (both == one == 0)
+            for part in (slice(both), slice(both, one), slice(one, end)):
+                blocks = unions.picked[0, 0, tile, part].tolist()
+                assert blocks == sorted(set(blocks))
 
 
 class Given(Chooser):
@@ -121,7 +159,17 @@ class Given(Chooser):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"h": 6, "g": 1}, {"h": 10, "g": 1}, {"h": 2, "g": 2}, {"b": 2}, {"t": 50, "s": 233}, {"t": 77, "s": 77}],
+    [
+        {},
+        {"h": 4, "g": 1},
+        {"h": 3, "g": 1, "t": 150},
+        {"h": 6, "g": 1},
+        {"h": 10, "g": 1},
+        {"h": 2, "g": 2},
+        {"b": 2},
+        {"t": 50, "s": 233},
+        {"t": 77, "s": 77},
+    ],
 )
 def test_they_choose_as_the_specification_does_and_attend_to_that(options, dtype, device):
     x = problem(law_for(), device, dtype=dtype, **options)
@@ -132,6 +180,42 @@ def test_they_choose_as_the_specification_does_and_attend_to_that(options, dtype
     assert_chosen_alike(x, found)
     given = {x.law.regions[-1]: Given(found, 16, x.q.shape[1] // x.k.shape[1])}
     assert_as_good(x, out, lse, choosers=given)
+
+
+def test_stretches_and_heads_change_nothing(device):
+    """Little room is many launches: key head by key head, tile by tile. Their sums are the same."""
+    x = problem(law_for(), device, dtype=torch.float32, h=8, g=2, b=2, t=130, s=260)
+    whole = chosen.Kernels(x)
+    out = whole(x.q, x.k, x.v, x.sinks)
+    (span,) = whole.spans
+    assert whole._together(span.queries, 2, 2, 10000) == 2
+    small = chosen.Kernels(x)
+    small.levels, small.room = 2000, 600
+    assert small._together(span.queries, 2, 2, 10000) == 1
+    assert len(small._stretches(span.queries, 2, small._left(20000))) > 1
+    for one, other in zip(out, small(x.q, x.k, x.v, x.sinks), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(("tokens", "launches"), [(16384, 2), (32768, 4), (65536, 8), (131072, 16), (262144, 32)])
+def test_a_prompt_needs_a_tenth_of_its_vectors_in_memory(tokens, launches):
+    """Of 32 + 8 heads x 128 in bfloat16: buffers and the log-sum-exp beside q, k, v and the output, at any time."""
+    law = law_for(128, pretrained=8192, context=1048576, chunk=512, window=2560, reach=4096, head_dim=128)
+    q, k = (torch.empty(1, 1, 1, 1, dtype=torch.bfloat16).expand(1, heads, tokens, 128) for heads in (32, 8))
+    made = chosen.Kernels(check(q, k, k, law, rotated=True))
+    (span,) = made.spans
+    selection, blocks = made.selection, made.selection.choosable(tokens - 1)
+    heads = made._together(span.queries, 1, 8, blocks * 16 * 256)
+    stretches = made._stretches(span.queries, heads, made._left(heads * blocks * 16 * 256))
+    assert 8 // heads * len(stretches) == launches
+    turned = heads * blocks * 16 * 256
+    lists = max(heads * len(some) // selection.tile * selection.list_bytes(blocks) for some in stretches)
+    scores = max(
+        heads * len(some) * selection.row_bytes(blocks) for some in made._pieces(stretches[-1], heads, made.levels)
+    )
+    far = turned + lists + scores + made.levels // 4
+    near = 2 * min(8192, made.near.rows) * 32 * (256 + 4)
+    assert max(far, near) + 128 * tokens <= 0.1 * 20480 * tokens
 
 
 def stepped(x, memory=None, **options):

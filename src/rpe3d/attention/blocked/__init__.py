@@ -43,9 +43,19 @@ def prepare(problem: Problem, backend: str | None = None) -> Prepared:
 class Calls:
     """A problem as library calls: schedules and tables of cos and sin, made once for all layers of a forward."""
 
-    def __init__(self, x: Problem, backend: str | None = None, regions: tuple[Region, ...] | None = None) -> None:
-        """Schedule the calls. regions: those of the law that are attended to; None for all."""
+    def __init__(
+        self,
+        x: Problem,
+        backend: str | None = None,
+        regions: tuple[Region, ...] | None = None,
+        rows: int | None = None,
+    ) -> None:
+        """Schedule the calls. regions: those of the law that are attended to; None for all.
+
+        rows: queries in a block on a GPU, at most; a block needs twice its output for a moment.
+        """
         self.problem = x.hollow()
+        self.rows = rows
         self.regions = x.law.regions if regions is None else regions
         self.library = backend_for(x.q, x.v, backend)
         found = list(spans(x))
@@ -74,6 +84,8 @@ class Calls:
         x = self.problem
         far = any(region.last is None for region in self.regions)
         rows = _rows(x.q, len(span.keys) if far else 0)
+        if self.rows is not None and x.q.is_cuda:
+            rows = min(rows, self.rows)
         return Task(
             law=x.law,
             regions=self.regions,

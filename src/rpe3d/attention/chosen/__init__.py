@@ -30,15 +30,14 @@ if TYPE_CHECKING:
     from rpe3d.attention.chosen.select import Unions
 
 LEVELS = 2**25
-"""Bytes of scores at a time: as many as stay in a GPU's cache until they have been searched."""
-LISTS = 2**26
-"""Bytes of what tiles of queries have chosen, at a time: more rows than have room for their scores."""
-TURNED = 2**26
-"""Bytes of turned far keys at a time, but those of one head at least."""
-SHARE = 16
-"""Each of the three is at most this part of the queries' own bytes, so that short prompts too need little more memory;
-but `LEAST` bytes are always had."""
+"""Bytes of scores at a time, and of what is made of them: as many as stay in a GPU's cache until they are searched."""
+ROOM = 2**27
+"""Bytes of turned far keys and of what tiles of queries have chosen, at a time."""
+SHARES = 7 / 128, 23 / 128
+"""Of the queries' own bytes: what scores have, and keys and lists, so that short prompts too need little more memory.
+With the log-sum-exp, a tenth of vectors and output."""
 LEAST = 2**22
+"""Bytes that scores always have; keys and lists have three times as many."""
 WIDEST = 256
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _HAS_TRITON = find_spec("triton") is not None
@@ -140,7 +139,7 @@ class Few(NamedTuple):
 class Kernels:
     """A prompt as kernels, settled once for all layers: near keys by library calls, far ones as they were chosen."""
 
-    def __init__(self, x: Problem, tile: int | None = None, **options: Any) -> None:
+    def __init__(self, x: Problem, shape: tuple[int, int] | None = None, **options: Any) -> None:
         from rpe3d.attention.chosen import far, select
 
         self.far, self.options = far, options
@@ -148,13 +147,16 @@ class Kernels:
         x = replace(x.hollow(), rotated=True)
         self.problem = x
         near, self.region = x.law.regions
-        self.near = blocked.Calls(x, regions=(near,))
+        own = x.q.numel() * x.q.element_size()
+        part = max(2 * LEAST, own // 16)  # of what near keys give to some queries; at a time there are two
+        rows = max(1024, part * x.q.shape[0] * x.q.shape[2] // max(1, own))
+        self.near = blocked.Calls(x, regions=(near,), rows=rows)
         self.spans = [span for span in spans(x) if span is not None]
-        tile = far.tile(x.q.shape[1] // x.k.shape[1]) if tile is None else tile
-        self.selection = select.Selection(x.law, tile, x.q.device)
+        shape = shape or far.shape(x.q.shape[1] // x.k.shape[1], x.q.shape[3], x.q.element_size())
+        self.selection = select.Selection(x.law, shape[0], x.q.device, shape[1])
         self.tables = Tables()
-        share = max(LEAST, x.q.numel() * x.q.element_size() // SHARE)
-        self.levels, self.lists, self.turned = (min(most, share) for most in (LEVELS, LISTS, TURNED))
+        self.levels = min(LEVELS, max(LEAST, int(own * SHARES[0])))
+        self.room = min(ROOM, max(3 * LEAST, int(own * SHARES[1])))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the output and the log-sum-exp."""
@@ -181,60 +183,96 @@ class Kernels:
     def _add_far(self, span: Span, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
         """Add the far keys of a span's queries to `out` and `lse`, a few key heads at a time."""
         for few in self.few_heads(span, q, k):
-            for some_queries in self._stretches(span.queries, q.shape[0] * few.k.shape[1]):
+            room = self._left(few.turned.nbytes)
+            for some_queries in self._stretches(span.queries, q.shape[0] * few.k.shape[1], room):
                 unions = self.unions(span, few, q, some_queries)
                 self.far.attend(
                     self.selection, unions, q[:, few.heads], few.turned, v[:, few.keys],
                     out[:, few.heads], lse[:, few.heads],
                     first=some_queries.start, query_start=span.queries.start, scale=self.problem.scale, **self.options,
                 )  # fmt: skip
+                del unions  # before the next are made
+            del few
 
     def few_heads(self, span: Span, q: Tensor, k: Tensor) -> Iterator[Few]:
-        """Yield a span's key heads, as many at a time as have room for their turned far keys; none if none is far."""
+        """Yield a span's key heads, as many at a time as `_together` says; none if none of its keys is far."""
         blocks = self.selection.choosable(span.queries[-1])
         if not blocks:
             return
-        b, h, g = q.shape[0], q.shape[1], k.shape[1]
-        far_keys = range(blocks * self.selection.choice.size)
-        step = max(1, self.turned // (b * len(far_keys) * k.shape[3] * k.element_size()))
+        h, g = q.shape[1], k.shape[1]
+        step = self._together(span.queries, q.shape[0], g, blocks * self.selection.choice.size * k[0, 0, 0].nbytes)
         for start in range(0, g, step):
             keys = slice(start, start + step)
             heads = slice(start * (h // g), (start + step) * (h // g))
             some = k[:, keys]
-            table = self.tables(self.region.key, None, (far_keys,), False, self.problem.frequencies, torch.float32)
-            turned = rotate(some[:, :, : len(far_keys)], None, *table, interleaved=self.problem.law.rotary.interleaved)[
-                0
-            ]
-            yield Few(keys, heads, some, turned, *self.selection.summaries(some, blocks))
+            yield Few(keys, heads, some, self._turned(some, blocks), *self.selection.summaries(some, blocks))
+
+    def _turned(self, k: Tensor, blocks: int) -> Tensor:
+        """Return the keys of the first blocks as far queries see them, turned by a table of chunks, not of tokens."""
+        turn = self.region.key
+        tokens = blocks * self.selection.choice.size
+        each = replace(turn, chunk=1, offset=0.0, stride=turn.stride - turn.chunk + 1)  # its position i is chunk i
+        places = (range(tokens // turn.chunk),)
+        table = self.tables(each, None, places, False, self.problem.frequencies, torch.float32)
+        cos, sin = (x[:, None].expand(-1, turn.chunk, -1) for x in table)
+        interleaved = self.problem.law.rotary.interleaved
+        chunks = k[:, :, :tokens].unflatten(2, (-1, turn.chunk)).transpose(1, 2)
+        made = [rotate(one, None, cos, sin, interleaved=interleaved)[0].transpose(0, 1).flatten(1, 2) for one in chunks]
+        return made[0][None] if len(made) == 1 else torch.stack(made)
 
     def unions(self, span: Span, few: Few, q: Tensor, some_queries: range) -> Unions:
         """Return what the queries at some positions choose, tile by tile."""
         heads = q.shape[0] * few.k.shape[1]
         unions = self.selection.room(q.shape[0], few.k.shape[1], some_queries, q.device)
-        aims = self.selection.aims(q[:, few.heads], few.k, few.centre, some_queries, start=span.queries.start)
-        for piece in self._pieces(some_queries, heads):
-            self.selection.unite(unions, aims, few.summaries, piece, first=some_queries.start, there=span.queries)
+        spare = self._left(few.turned.nbytes) - sum(x.nbytes for x in unions)
+        levels = min(LEVELS, self.levels + max(0, spare))
+        for part in self._cut(some_queries, self.levels // 4, heads * 2 * q.shape[3]):
+            aims = self.selection.aims(q[:, few.heads], few.k, few.centre, part, start=span.queries.start)
+            for piece in self._pieces(part, heads, levels):
+                self.selection.unite(
+                    unions, aims, few.summaries, piece, first=some_queries.start, aimed=part.start, there=span.queries
+                )
         return unions
 
-    def _stretches(self, queries: range, heads: int, more: int = 0, room: int | None = None) -> list[range]:
-        """Cut the positions of queries that have something to choose into whole tiles, as many as have room.
+    def _together(self, queries: range, b: int, g: int, each: int) -> int:
+        """Return how many key heads go together: so many that attention is fewest launches in the room there is.
 
-        more: bytes for each tile and key head, beside the list of what it has chosen. room: bytes of all; `lists` if
-        not given.
+        each: bytes of a head's turned keys. A launch ends with processors that have nothing left to do.
         """
-        room = self.lists if room is None else room
-        tile, choice = self.selection.tile, self.selection.choice
+
+        def launches(heads: int) -> int:
+            stretches = self._stretches(queries, b * heads, self._left(heads * b * each))
+            return -(-g // heads) * len(stretches)
+
+        return min((n for n in range(1, g + 1) if n == 1 or n * b * each < self.room), key=launches)
+
+    def _left(self, turned: int) -> int:
+        """Return the bytes that turned keys leave for lists, and what makes them; a third where keys need all."""
+        return max(self.room - turned - self.levels // 4, self.room // 3)
+
+    def _stretches(self, queries: range, heads: int, room: int, more: int = 0) -> list[range]:
+        """Cut the positions of queries that have something to choose into whole tiles, as many as have room for lists.
+
+        more: bytes for each tile and key head, beside the list of what it has chosen.
+        """
+        tile = self.selection.tile
         start = max(queries.start, (self.selection.near + 1) * self.region.unit) // tile * tile
         stop = -(-queries.stop // tile) * tile
-        most = min(self.selection.choosable(queries[-1]), tile * choice.most)
-        return _cut(range(start, stop), max(tile, room // (heads * (8 * max(1, most) + more)) * tile))
+        each = self.selection.list_bytes(self.selection.choosable(queries[-1])) + more
+        return self._cut(range(start, stop), room, heads * each, tile)
 
-    def _pieces(self, queries: range, heads: int) -> list[range]:
+    def _pieces(self, queries: range, heads: int, room: int) -> list[range]:
         """Cut positions into whole tiles, as many as have room for their scores."""
+        each = self.selection.row_bytes(self.selection.choosable(queries[-1]))
+        return self._cut(queries, room, heads * each)
+
+    def _cut(self, positions: range, room: int, each: int, rows: int = 1) -> list[range]:
+        """Cut positions into as few parts as have room, of whole tiles and about the same length.
+
+        each: bytes of so many rows.
+        """
         tile = self.selection.tile
-        rows = self.levels // (2 * heads * max(1, self.selection.choosable(queries[-1])))
-        return _cut(queries, max(tile, rows // tile * tile))
-
-
-def _cut(positions: range, length: int) -> list[range]:
-    return [positions[a : a + length] for a in range(0, len(positions), length)]
+        most = max(tile, room // each * rows // tile * tile)
+        parts = max(1, -(-len(positions) // most))
+        length = max(1, -(-len(positions) // (parts * tile))) * tile
+        return [positions[a : a + length] for a in range(0, len(positions), length)]

@@ -48,7 +48,7 @@ def _like(x, other, WIDEN: tl.constexpr):
 @triton.jit(do_not_specialize=["first", "queries", "room"])
 @no_type_check
 def _queries_kernel(
-    q, k, v, do, lse, delta, dq, picked, bits, counts, first, queries, room, scale,
+    q, k, v, do, lse, delta, dq, picked, bits, ends, first, queries, room, scale,
     q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, do_b, do_h, do_t, lse_b, lse_h, delta_b, delta_h, dq_b, dq_h, dq_t,
     TILE: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDEN: tl.constexpr, PRECISION: tl.constexpr,
@@ -67,7 +67,7 @@ def _queries_kernel(
     head = (group * GROUP + head).to(tl.int64)
     groups = tl.num_programs(1) // PARTS
     list = (b * groups + group) * tl.num_programs(0) + tile
-    count = tl.load(counts + list)
+    count = tl.load(ends + 3 * list + 2)
     picked += list * room
     bits += list * room
 
@@ -84,7 +84,7 @@ def _queries_kernel(
     mine = (1 << t.to(tl.int64)).to(tl.int32)
     for n in range(0, count * SIZE, BLOCK_N):
         entry = (n + column) // SIZE
-        block = tl.load(picked + entry, mask=entry < count, other=0)
+        block = tl.load(picked + entry, mask=entry < count, other=0).to(tl.int32)
         bit = tl.load(bits + entry, mask=entry < count, other=0)
         place = (block * SIZE + (n + column) % SIZE).to(tl.int64)[:, None]
         if DIM < WIDTH:
@@ -104,15 +104,15 @@ def _queries_kernel(
 
 @triton.jit(do_not_specialize=["room", "blocks"])
 @no_type_check
-def _words_kernel(picked, bits, counts, words, room, blocks, ACROSS: tl.constexpr):
+def _words_kernel(picked, bits, ends, words, room, blocks, ACROSS: tl.constexpr):
     """Write what one tile of queries chose into a column of `words` [b, g, blocks, tiles]."""
     tile, tiles = tl.program_id(0), tl.num_programs(0)
     head = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     list = head * tiles + tile
-    count = tl.load(counts + list)
+    count = tl.load(ends + 3 * list + 2)
     for start in range(0, count, ACROSS):
         entry = start + tl.arange(0, ACROSS)
-        block = tl.load(picked + list * room + entry, mask=entry < count, other=0)
+        block = tl.load(picked + list * room + entry, mask=entry < count, other=0).to(tl.int32)
         word = tl.load(bits + list * room + entry, mask=entry < count, other=0)
         tl.store(words + (head * blocks + block) * tiles + tile, word, mask=entry < count)
 
@@ -283,7 +283,7 @@ def add_far(
         keys, heads, n = few.keys, few.heads, few.turned.shape[2]
         far_dk, far_dv = (torch.zeros(few.turned.shape, dtype=torch.float32, device=q.device) for _ in range(2))
         blocks = n // selection.choice.size
-        for stretch in made._stretches(span.queries, q.shape[0] * few.k.shape[1], more, ROOM):
+        for stretch in made._stretches(span.queries, q.shape[0] * few.k.shape[1], ROOM, more):
             positions = range(max(stretch.start, span.queries.start), min(stretch.stop, span.queries.stop))
             rows = slice(positions.start - span.queries.start, positions.stop - span.queries.start)
             unions = made.unions(span, few, q, stretch)
@@ -337,8 +337,8 @@ def for_queries(
     return dq
 
 
-def inverse(unions: Unions, blocks: int) -> Unions:
-    """Return which tiles of queries chose each of so many blocks, in order, and with which of their rows."""
+def inverse(unions: Unions, blocks: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return which tiles of queries chose each of so many blocks, in order, with which of their rows, and how many."""
     b, g, tiles, room = unions.picked.shape
     device = unions.picked.device
     words = torch.zeros(b, g, blocks, tiles, dtype=torch.int32, device=device)
@@ -347,16 +347,16 @@ def inverse(unions: Unions, blocks: int) -> Unions:
     counts = torch.empty(b, g, blocks, dtype=torch.int32, device=device)
     across = {"ACROSS": max(16, min(1024, _power(tiles)))}
     _lists(device, (blocks, g, b), (words, picked, bits, counts, tiles), across, {"num_warps": 4})
-    return Unions(picked, bits, counts)
+    return picked, bits, counts
 
 
 def for_keys(
-    selection: Selection, lists: Unions, q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor,
-    dk: Tensor, dv: Tensor, *, first: int, scale: float, **options: Any,
+    selection: Selection, lists: tuple[Tensor, Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, do: Tensor,
+    lse: Tensor, delta: Tensor, dk: Tensor, dv: Tensor, *, first: int, scale: float, **options: Any,
 ) -> None:  # fmt: skip
     """Add to dk, of turned keys, and dv, which lie in memory alike, what queries give that chose them."""
     (b, _, t, _), g = q.shape, k.shape[1]
-    blocks, room = lists.picked.shape[2:]
+    blocks, room = lists[0].shape[2:]
     constants, rows = _constants(selection, q, k)
     size, each = constants["SIZE"], selection.tile * constants["GROUP"]
     keys = max(16, min(size, 64, 8192 // constants["WIDTH"]))  # whose gradients stay in registers

@@ -8,11 +8,7 @@
     marks   a bit for every query and every block that it chooses: bisection, so that no row is sorted
     unions  of every tile of queries the blocks that any of them chooses, and the bits of those that do
 
-A tile of queries lies within a chunk, so all of them may choose from the same blocks.
-
-Most levels of a row are never looked at. Let blocks be ordered by level, and of level ones by place. Then the `most`
-best blocks lie in the `most` groups with the best tops: these tops are as many blocks, so whatever is better than the
-last of them is in one of these groups.
+A tile of queries lies within a chunk, so all of them may choose from the same blocks. `search` has the bisection.
 """
 
 from __future__ import annotations
@@ -23,25 +19,37 @@ from typing import Any, NamedTuple, no_type_check
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import BFloat16, Float32, Float64, Int32
+from jaxtyping import BFloat16, Float32, Float64, Int, Int32
 from torch import Tensor
 
 from rpe3d.attention.chooser import ALIKE, direction
+from rpe3d.attention.chosen.search import (
+    LOWEST,
+    TOGETHER,
+    WIDEST,
+    _above,
+    _choosable,
+    _cut,
+    _level,
+    _row_levels,
+    _search,
+)
 from rpe3d.attention.decode.loop import _cdiv, _power
 from rpe3d.attention.prefill.kernel import _dot
 from rpe3d.geometry import Law
 from rpe3d.geometry.region import Choice
 from rpe3d.rotation.launch import Launcher
 
-HIGHEST = tl.constexpr(32767)  # of a level: the first blocks, and what is not a number
-LOWEST = tl.constexpr(-32768)
 _ALIKE = tl.constexpr(ALIKE)
-TOGETHER = 8
-"""Blocks of which the highest level is kept, or as many as divide those of a chunk."""
-PER_WARP = 512
-"""Levels that a warp searches."""
-WIDEST = 16384
-"""Levels of a row that are kept in registers; of longer rows they are read anew in every step of a search."""
+# What follows was counted in compiled code, not timed; `benchmarks/chosen.py --parts variants` times it.
+DIRECT = 2048
+"""Blocks of a row that are searched as they are; of more, first the tops of groups, then `most` groups."""
+PER_WARP = 2048
+"""Levels that a warp searches: each of several warps would spend on a step what one does, but for the levels."""
+REGISTERS = 168
+"""Of a thread that searches, at most: twelve warps to a processor."""
+ROWS = 128
+"""Rows of a program that computes levels: with 64, half as much again is read for each level."""
 
 
 @triton.jit
@@ -205,29 +213,15 @@ def _aims_kernel(
         tl.store(aims + rest, _in_bfloat16(z * inverse + e * asked, WIDEN), mask=there & others)
 
 
-@triton.jit
-@no_type_check
-def _level(score, always, INVERSE_STEP: tl.constexpr):
-    """Return a score as a multiple of `Choice.STEP`, cut at ±2; the highest where a block is always chosen."""
-    level = tl.minimum(tl.maximum(tl.floor(score * INVERSE_STEP + 0.5), LOWEST), HIGHEST - 1)
-    return tl.where((score == score) & (always == 0), level, HIGHEST).to(tl.int16)
-
-
-@triton.jit
-@no_type_check
-def _choosable(p, chunk, near, per_chunk):
-    """Say how many blocks a query at p may choose from: those of chunks more than `near` before its own."""
-    return tl.maximum(p // chunk - near, 0) * per_chunk
-
-
 @triton.jit(do_not_specialize=["first", "rows", "blocks", "all_rows", "row_start"])
 @no_type_check
 def _levels_kernel(
-    aims, summaries, levels, tops, first, rows, blocks, stride, chunk, near, per_chunk, all_rows, row_start, all_blocks,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, ALWAYS: tl.constexpr, INVERSE_STEP: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDEN: tl.constexpr,
+    aims, summaries, levels, tops, words, first, rows, blocks, stride, chunk, near, per_chunk, all_rows, row_start,
+    all_blocks,
+    TILE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, ALWAYS: tl.constexpr, INVERSE_STEP: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Compute the levels of BLOCK_N blocks for BLOCK_M rows, and the highest of every GROUP of blocks.
+    """Compute the levels of BLOCK_N blocks for BLOCK_M rows, and the highest of every GROUP of blocks; clear the words.
 
     Nothing is written where none of these rows may choose any of those blocks. Row 0 is row `row_start` of the aims.
     """
@@ -252,115 +246,10 @@ def _levels_kernel(
             top = tl.max(tl.reshape(level.to(tl.int32), [BLOCK_M, BLOCK_N // GROUP, GROUP]), 2).to(tl.int16)
             tops += ((head * rows + top_row) * stride + left) // GROUP
             tl.store(tops + r * (stride // GROUP) + tl.arange(0, BLOCK_N // GROUP)[None, :], top, mask=live)
-
-
-@triton.jit
-@no_type_check
-def _row_levels(levels, n, can):
-    """Levels of rows for blocks n; below all where there is no such block."""
-    level = tl.load(levels + n, mask=n < can, other=0).to(tl.int32)
-    return tl.where(n < can, level, LOWEST - 1)
-
-
-@triton.jit
-@no_type_check
-def _count(level, levels, n, can, least, tiles, ACROSS: tl.constexpr, TILES: tl.constexpr):
-    """Say how many blocks of each row have at least a level; those of the first ACROSS blocks are in `level`."""
-    count = tl.sum((level >= least[:, None]).to(tl.int32), 1)
-    if TILES > 1:
-        for i in range(1, tiles):
-            more = _row_levels(levels, n + i * ACROSS, can)
-            count += tl.sum((more >= least[:, None]).to(tl.int32), 1)
-    return count
-
-
-@triton.jit
-@no_type_check
-def _tail(level, n, can, most, ACROSS: tl.constexpr):
-    """Return the level that `most` blocks of a row lie above if levels are normal, and how much lower twice as many do.
-
-    The tail of a normal distribution by formula 26.2.22 of Abramowitz and Stegun.
-    """
-    some = (level < HIGHEST) & (n < can[:, None])
-    number = tl.maximum(tl.sum(some.to(tl.int32), 1), 1).to(tl.float32)
-    x = tl.where(some, level.to(tl.float32), 0.0)
-    mean = tl.sum(x, 1) / number
-    x = tl.where(some, x - mean[:, None], 0.0)
-    deviation = tl.sqrt(tl.sum(x * x, 1) / number) + 1.0
-    t = tl.sqrt(2.0 * tl.log(tl.maximum(can.to(tl.float32) / most, 1.0)) + 1e-6)
-    z = t - (2.30753 + 0.27061 * t) / (1.0 + 0.99229 * t + 0.04481 * t * t)
-    return mean + z * deviation, 0.6931472 * deviation / tl.maximum(z, 0.5)
-
-
-@triton.jit
-@no_type_check
-def _cut(level, levels, can, most, ROWS: tl.constexpr, ACROSS: tl.constexpr, TILES: tl.constexpr):
-    """Of every row the lowest level that it chooses, and the first block that it chooses of those at that level.
-
-    A row chooses `most` blocks of the first `can`: those above the level, and of those at it the last ones. One that
-    has no more to choose from takes all: a level below all. The level is searched for between one that too few blocks
-    have and one that enough have, by interpolating the logarithm of their number, and by halving every third time.
-    `level` holds those of the first ACROSS blocks; where there are more TILES of them, others are read anew each time.
-    """
-    searches = can > most
-    low = tl.full([ROWS], LOWEST - 1, tl.int32)
-    begin = tl.zeros([ROWS], tl.int32)
-    if tl.max(can) > most:
-        tiles = tl.cdiv(tl.max(can), ACROSS)
-        n = tl.arange(0, ACROSS)[None, :]
-        # The first blocks alone have the highest level, and what is not a number.
-        count = _count(level, levels, n, can[:, None], tl.full([ROWS], HIGHEST, tl.int32), tiles, ACROSS, TILES)
-        flooded = count >= most
-        low = tl.where(flooded, HIGHEST, low)
-        high = tl.where(flooded, HIGHEST + 1, tl.full([ROWS], HIGHEST, tl.int32))
-        enough, few = tl.where(flooded, count, can), tl.where(flooded, 0, count)
-        guess, width = _tail(level, n, can, most, ACROSS)
-        turn = 0
-        while tl.max(tl.where(searches & (enough != most), high - low, 0)) > 1:
-            above = tl.log2(tl.maximum(enough, most).to(tl.float32) / (most - 0.5))
-            share = above / (above + tl.log2((most - 0.5) / tl.maximum(few, 0.5)))
-            share = tl.where(turn % 3 == 1, 0.5, share)
-            middle = low + ((high - low).to(tl.float32) * share).to(tl.int32)
-            middle = tl.where(turn < 2, guess.to(tl.int32), middle)
-            middle = tl.minimum(tl.maximum(middle, low + 1), tl.maximum(high - 1, low + 1))
-            count = _count(level, levels, n, can[:, None], middle, tiles, ACROSS, TILES)
-            guess = middle + width * tl.log2(tl.maximum(count, 0.5) / (most - 0.5))
-            open = (high - low > 1) & (enough != most)
-            up, down = open & (count >= most), open & (count < most)
-            low, enough = tl.where(up, middle, low), tl.where(up, count, enough)
-            high, few = tl.where(down, middle, high), tl.where(down, count, few)
-            turn += 1
-        if tl.max(tl.where(searches, enough, 0)) > most:  # blocks are level, and the last of them are chosen
-            wanted = most - few
-            end = can
-            while tl.max(end - begin) > 1:
-                middle = (begin + end) >> 1
-                count = tl.sum(((level == low[:, None]) & (n >= middle[:, None])).to(tl.int32), 1)
-                if TILES > 1:
-                    for i in range(1, tiles):
-                        more = _row_levels(levels, n + i * ACROSS, can[:, None])
-                        later = (more == low[:, None]) & (n + i * ACROSS >= middle[:, None])
-                        count += tl.sum(later.to(tl.int32), 1)
-                open = end - begin > 1
-                begin = tl.where(open & (count >= wanted), middle, begin)
-                end = tl.where(open & (count < wanted), middle, end)
-            begin = tl.where(enough > most, begin, 0)
-    return tl.where(searches, low, LOWEST - 1), tl.where(searches, begin, 0)
-
-
-@triton.jit
-@no_type_check
-def _search(levels, can, most, ROWS: tl.constexpr, ACROSS: tl.constexpr, TILES: tl.constexpr):
-    """Load the levels of rows and return their `_cut`."""
-    level = _row_levels(levels, tl.arange(0, ACROSS)[None, :], can[:, None])
-    return _cut(level, levels, can, most, ROWS, ACROSS, TILES)
-
-
-@triton.jit
-@no_type_check
-def _above(level, n, can, low, begin):
-    """Say which of the blocks n of rows lie within a cut."""
-    return (n < can[:, None]) & ((level > low[:, None]) | ((level == low[:, None]) & (n >= begin[:, None])))
+        tile = tl.arange(0, BLOCK_M // TILE)[:, None]
+        words += (head * tl.cdiv(rows, TILE) + top_row // TILE) * stride + left
+        there = tl.broadcast_to(tile * TILE < rows - top_row, [BLOCK_M // TILE, BLOCK_N])
+        tl.store(words + tile * stride + c[None, :], tl.zeros(there.shape, tl.int32), mask=there)
 
 
 @triton.jit(do_not_specialize=["first", "rows", "query_start", "end"])
@@ -372,7 +261,7 @@ def _marks_kernel(
 ):  # fmt: skip
     """Mark the blocks that ROWS rows choose: bit r of a tile's word of a block where its row r chooses it.
 
-    A row with more than `most` groups looks at those with the best tops alone, whose numbers it keeps in `groups`.
+    Of more than `most` groups of blocks it looks at those with the best tops alone, whose numbers it keeps in `groups`.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     head = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
@@ -383,30 +272,35 @@ def _marks_kernel(
     levels += at[:, None] * stride
     words += (head * tl.cdiv(rows, TILE) + row // TILE)[:, None] * stride
     bit = (tl.full([ROWS], 1, tl.int64) << (row % TILE)).to(tl.int32)[:, None]
+    n = tl.arange(0, ACROSS)[None, :]
     if GROUP == 1:
-        n = tl.arange(0, ACROSS)[None, :]
-        low, begin = _search(levels, can, most, ROWS, ACROSS, TILES)
-        for start in range(0, tl.max(can), ACROSS):
-            level = _row_levels(levels, start + n, can[:, None])
-            some = _above(level, start + n, can, low, begin)
-            tl.atomic_or(words + start + n, tl.broadcast_to(bit, some.shape), mask=some, sem="relaxed")
+        level = _row_levels(levels, n, can[:, None])
+        low, begin = _cut(level, levels, can, most, ROWS, ACROSS, TILES)
+        some = _above(level, n, can, low, begin)
+        tl.atomic_or(words + n, tl.broadcast_to(bit, some.shape), mask=some, sem="relaxed")
+        if TILES > 1:
+            for start in range(ACROSS, tl.max(can), ACROSS):
+                level = _row_levels(levels, start + n, can[:, None])
+                some = _above(level, start + n, can, low, begin)
+                tl.atomic_or(words + start + n, tl.broadcast_to(bit, some.shape), mask=some, sem="relaxed")
     else:
-        n = tl.arange(0, ACROSS)[None, :]
         tops += at[:, None] * (stride // GROUP)
         groups += at[:, None] * ROOM
         whole = can // GROUP
         low, begin = _search(tops, whole, most, ROWS, ACROSS, TILES)
         count = tl.zeros([ROWS], tl.int32)
-        for start in range(0, tl.max(whole), ACROSS):
-            some = _above(_row_levels(tops, start + n, whole[:, None]), start + n, whole, low, begin).to(tl.int32)
+        SOME: tl.constexpr = min(ACROSS, 1024)  # Triton's cumulative sum of more takes ten times as long
+        for start in range(0, tl.max(whole), SOME):
+            g = start + tl.arange(0, SOME)[None, :]
+            some = _above(_row_levels(tops, g, whole[:, None]), g, whole, low, begin).to(tl.int32)
             place = count[:, None] + tl.cumsum(some, 1) - some
-            tl.store(groups + place, tl.broadcast_to(start + n, some.shape), mask=some != 0)
+            tl.store(groups + place, tl.broadcast_to(g, some.shape), mask=some != 0)
             count += tl.sum(some, 1)
         tl.debug_barrier()  # what other threads have written is read now
         n = tl.arange(0, ROOM * GROUP)[None, :]
         can = count * GROUP
         group = tl.load(groups + n // GROUP, mask=n < can[:, None], other=0)
-        block = group * GROUP + n % GROUP
+        block = tl.max_contiguous(tl.multiple_of(group * GROUP + n % GROUP, [1, GROUP]), [1, GROUP])
         level = tl.load(levels + block, mask=n < can[:, None], other=0).to(tl.int32)
         level = tl.where(n < can[:, None], level, LOWEST - 1)
         low, begin = _cut(level, levels, can, most, ROWS, ROOM * GROUP, 1)
@@ -417,29 +311,50 @@ def _marks_kernel(
 @triton.jit(do_not_specialize=["first", "tiles", "first_tile", "room"])
 @no_type_check
 def _unions_kernel(
-    words, picked, bits, counts, first, stride, chunk, near, per_chunk, tiles, first_tile, room,
-    TILE: tl.constexpr, ACROSS: tl.constexpr,
+    words, picked, bits, ends, first, stride, chunk, near, per_chunk, tiles, first_tile, room,
+    TILE: tl.constexpr, HALVES: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
-    """Compute TILE queries per program: the blocks that any of them chooses, in order, with bit r where row r does.
+    """Compute TILE queries per program: the blocks that any of them chooses, with bit r where row r does.
 
-    They are written as tile `first_tile` and those after it, of `tiles` that there are.
+    Blocks that both halves of a tile choose come first, then those of the first half alone, then those of the second;
+    each of the three in order. They are written as tile `first_tile` and those after it, of `tiles` that there are.
     """
+    LOW: tl.constexpr = (1 << TILE // HALVES) - 1 if HALVES == 2 else 0
     tile = tl.program_id(0)
     head = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     can = _choosable(first + tile * TILE, chunk, near, per_chunk)  # the same for all, since a tile lies in a chunk
     words += (head * tl.num_programs(0) + tile) * stride
     place = head * tiles + first_tile + tile
-    list = place * room
-    count = tl.zeros([], tl.int32)
+    picked += place * room
+    bits += place * room
+    both, shared, lower = tl.zeros([], tl.int32), tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+    if HALVES == 2:
+        for start in range(0, can, ACROSS):
+            n = start + tl.arange(0, ACROSS)
+            word = tl.load(words + n, mask=n < can, other=0)
+            lower += tl.sum(((word & LOW) != 0).to(tl.int32), 0)
+            shared += tl.sum((((word & LOW) != 0) & ((word & ~LOW) != 0)).to(tl.int32), 0)
+    one, two = shared, lower  # where each of the three begins
+    tl.store(ends + 3 * place, one)
+    tl.store(ends + 3 * place + 1, two)
     for start in range(0, can, ACROSS):
         n = start + tl.arange(0, ACROSS)
         word = tl.load(words + n, mask=n < can, other=0)
-        some = (word != 0).to(tl.int32)
-        entry = list + count + tl.cumsum(some, 0) - some
-        tl.store(picked + entry, n, mask=some != 0)
-        tl.store(bits + entry, word, mask=some != 0)
-        count += tl.sum(some, 0)
-    tl.store(counts + place, count)
+        if HALVES == 2:
+            in_both = (((word & LOW) != 0) & ((word & ~LOW) != 0)).to(tl.int32)
+            in_one = ((word & LOW) != 0).to(tl.int32) - in_both
+            in_two = ((word & ~LOW) != 0).to(tl.int32) - in_both
+            entry = tl.where(in_both != 0, both + tl.cumsum(in_both, 0), one + tl.cumsum(in_one, 0))
+            entry = tl.where(in_two != 0, two + tl.cumsum(in_two, 0), entry) - 1
+            both += tl.sum(in_both, 0)
+            one += tl.sum(in_one, 0)
+        else:
+            in_two = (word != 0).to(tl.int32)
+            entry = two + tl.cumsum(in_two, 0) - 1
+        two += tl.sum(in_two, 0)
+        tl.store(picked + entry, n.to(picked.dtype.element_ty), mask=word != 0)
+        tl.store(bits + entry, word, mask=word != 0)
+    tl.store(ends + 3 * place + 2, two)
 
 
 _means, _aims, _levels = Launcher(_means_kernel), Launcher(_aims_kernel), Launcher(_levels_kernel)
@@ -458,18 +373,21 @@ def _table(law: Law) -> Float64[Tensor, " n"]:
 
 
 class Unions(NamedTuple):
-    """Of every tile of queries: the blocks that some of them choose, a bit for each row that does, and how many."""
+    """Of every tile of queries: the blocks that some of them choose, a bit for each row that does, and where they end.
 
-    picked: Int32[Tensor, "b g tiles room"]
+    Ends are those of the blocks that both halves choose, of those that the first half chooses, and of all.
+    """
+
+    picked: Int[Tensor, "b g tiles room"]
     bits: Int32[Tensor, "b g tiles room"]
-    counts: Int32[Tensor, "b g tiles"]
+    ends: Int32[Tensor, "b g tiles 3"]
 
 
 class Selection:
     """A law's region with a choice, as its kernels see it; `tile` queries choose at a time, all of one chunk."""
 
-    def __init__(self, law: Law, tile: int, device: torch.device) -> None:
-        self.law, self.tile = law, tile
+    def __init__(self, law: Law, tile: int, device: torch.device, halves: int = 1) -> None:
+        self.law, self.tile, self.halves = law, tile, halves
         self.region = law.regions[-1]
         self.table: Float64[Tensor, " n"] = law.kept(("chosen", device), lambda: _table(law).to(device))
 
@@ -530,8 +448,38 @@ class Selection:
         """Return room for what the queries at some positions choose, tile by tile."""
         tiles = _cdiv(len(queries), self.tile)
         most = min(self.choosable(queries[-1]), self.tile * self.choice.most)
-        picked, bits = (torch.empty(b, g, tiles, most, dtype=torch.int32, device=device) for _ in range(2))
-        return Unions(picked, bits, torch.empty(b, g, tiles, dtype=torch.int32, device=device))
+        kinds = self.numbers(self.choosable(queries[-1])), torch.int32
+        picked, bits = (torch.empty(b, g, tiles, most, dtype=kind, device=device) for kind in kinds)
+        return Unions(picked, bits, torch.empty(b, g, tiles, 3, dtype=torch.int32, device=device))
+
+    def list_bytes(self, blocks: int) -> int:
+        """Return the bytes of a tile in `room`, for queries that choose from so many blocks."""
+        return (self.numbers(blocks).itemsize + 4) * min(blocks, self.tile * self.choice.most) + 12
+
+    def group(self, blocks: int) -> int:
+        """Return how many blocks are a group, for rows that choose from so many; 1 where each is looked at."""
+        return 1 if blocks <= DIRECT else math.gcd(TOGETHER, self._per_chunk)
+
+    def row_bytes(self, blocks: int) -> int:
+        """Return the bytes that a row needs until it has chosen, from so many blocks."""
+        parts = self._scratch(self.tile, blocks)
+        return _cdiv(sum(rows * columns * kind.itemsize for rows, columns, kind in parts), self.tile)
+
+    def _scratch(self, rows: int, blocks: int) -> list[tuple[int, int, torch.dtype]]:
+        """Return the sizes of levels, tops, words and the numbers of groups, of so many rows."""
+        group, stride = self.group(blocks), _cdiv(blocks, 128) * 128
+        few, grouped = _power(min(self.choice.most, blocks // group)), rows if group > 1 else 0
+        return [
+            (rows, stride, torch.int16),
+            (grouped, stride // group, torch.int16),
+            (_cdiv(rows, self.tile), stride, torch.int32),
+            (grouped, few, torch.int32),
+        ]
+
+    @staticmethod
+    def numbers(blocks: int) -> torch.dtype:
+        """Return the type of a list's numbers of blocks."""
+        return torch.int16 if blocks <= 2**15 else torch.int32
 
     def aims(
         self, q: Tensor, k: Tensor, centre: Tensor, queries: range, *, start: int
@@ -555,38 +503,37 @@ class Selection:
         return aims
 
     def unite(
-        self, unions: Unions, aims: Tensor, summaries: Tensor, queries: range, *, first: int, there: range
+        self, unions: Unions, aims: Tensor, summaries: Tensor, queries: range, *, first: int, aimed: int, there: range
     ) -> None:
         """Write what the queries at some positions choose into `unions`, whose first tile begins at `first`.
 
-        The aims are those of all queries from `first` on. The positions are of whole tiles, and may reach over those
+        The aims are those of queries from `aimed` on. The positions are of whole tiles, and may reach over those
         where there are queries, `there`: what has no query chooses nothing.
         """
         (b, g, all_rows, d), rows, device = aims.shape, len(queries), aims.device
         choice, blocks, tile = self.choice, self.choosable(queries[-1]), self.tile
-        group = math.gcd(TOGETHER, self._per_chunk)
+        group, block_m = self.group(blocks), ROWS if d <= 128 else ROWS // 2
         stride = _cdiv(blocks, 128) * 128
-        levels = torch.empty(b, g, rows, stride, dtype=torch.int16, device=device)
-        tops = torch.empty(b, g, rows, stride // group, dtype=torch.int16, device=device)
+        levels, tops, words, groups = (
+            torch.empty(b * g, *size, dtype=kind, device=device) for *size, kind in self._scratch(rows, blocks)
+        )
         _levels(
             device,
-            (_cdiv(rows, 64) * _cdiv(blocks, 128), g, b),
+            (_cdiv(rows, block_m) * _cdiv(blocks, 128), g, b),
             (
-                aims, summaries, levels, tops, queries.start, rows, blocks, stride, *self._bands, all_rows,
-                queries.start - first, summaries.shape[2],
+                aims, summaries, levels, tops, words, queries.start, rows, blocks, stride, *self._bands, all_rows,
+                queries.start - aimed, summaries.shape[2],
             ),
             {
-                "DIM": d, "WIDTH": max(16, _power(d)), "ALWAYS": choice.always, "INVERSE_STEP": 1 / choice.STEP,
-                "GROUP": group, "BLOCK_M": 64, "BLOCK_N": 128, "WIDEN": INTERPRETED,
+                "TILE": tile, "DIM": d, "WIDTH": max(16, _power(d)), "ALWAYS": choice.always,
+                "INVERSE_STEP": 1 / choice.STEP, "GROUP": group, "BLOCK_M": block_m, "BLOCK_N": 128,
+                "WIDEN": INTERPRETED,
             },
-            {"num_warps": 8},
+            {"num_warps": 8, "maxnreg": 128},
         )  # fmt: skip
-        words = torch.zeros(b, g, _cdiv(rows, tile), stride, dtype=torch.int32, device=device)
-        room = _power(min(choice.most, blocks // group))
         across = min(WIDEST, max(128, _power(blocks // group)))
-        widest = max(across, room * group)
-        each = max(1, (8192 if INTERPRETED else 1024) // widest)
-        groups = torch.empty(b, g, rows, room, dtype=torch.int32, device=device)
+        widest = across if group == 1 else max(across, groups.shape[2] * group)
+        each = max(1, 8192 // widest) if INTERPRETED else 1
         _marks(
             device,
             (_cdiv(rows, each), g, b),
@@ -596,15 +543,15 @@ class Selection:
             ),
             {
                 "TILE": tile, "GROUP": group, "ROWS": each, "ACROSS": across, "TILES": _cdiv(blocks // group, across),
-                "ROOM": room,
+                "ROOM": groups.shape[2],
             },
-            {"num_warps": max(1, min(8, widest * each // PER_WARP))},
+            {"num_warps": max(1, min(8, widest // PER_WARP)), "maxnreg": REGISTERS},
         )  # fmt: skip
         _, _, tiles, most = unions.picked.shape
         _unions(
             device,
             (_cdiv(rows, tile), g, b),
             (words, *unions, queries.start, stride, *self._bands, tiles, (queries.start - first) // tile, most),
-            {"TILE": tile, "ACROSS": 1024},
+            {"TILE": tile, "HALVES": self.halves, "ACROSS": 1024},
             {"num_warps": 4},
         )

@@ -22,20 +22,8 @@ from jaxtyping import Float32
 from torch import Tensor
 
 from rpe3d.attention.chosen.memory import PRINTED, Memory
-from rpe3d.attention.chosen.select import (
-    TOGETHER,
-    WIDEST,
-    Selection,
-    _choosable,
-    _halves,
-    _in_bfloat16,
-    _inverse,
-    _level,
-    _load3,
-    _row_levels,
-    _search,
-    _square,
-)
+from rpe3d.attention.chosen.search import TOGETHER, WIDEST, _choosable, _level, _row_levels, _search
+from rpe3d.attention.chosen.select import Selection, _halves, _in_bfloat16, _inverse, _load3, _square
 from rpe3d.attention.decode.arrivals import zeros
 from rpe3d.attention.decode.kernel import _optional
 from rpe3d.attention.decode.loop import LOG2_E, _cdiv, _dot, _finish, _if, _leave, _merge, _partner, _power, _processors
