@@ -78,6 +78,12 @@ def check_engine(engine: Any, law: Law) -> None:
         )
     if engine.speculative_config is not None:
         raise ConfigError("speculative decoding is not tested under a law", "leave it out")
+    connector = getattr(getattr(engine, "kv_transfer_config", None), "kv_connector", None)
+    if law.chooses and connector and engine.device_config.device_type != "cpu":
+        raise ConfigError(
+            f"{connector} fills pages without a forward, which has to summarize them where queries choose far keys",
+            "leave --kv-transfer-config and --kv-offloading-size out, or take a law without `far`",
+        )
     invariant = getattr(getattr(vllm, "envs", None), "VLLM_BATCH_INVARIANT", False)
     if invariant and law.single_turn is None and law.needs_attention:
         raise ConfigError(

@@ -37,7 +37,7 @@ from torch import Tensor
 from rpe3d.attention.chosen import WIDEST, law_refusal
 from rpe3d.attention.chosen.bare import _mean, _store3, _summary
 from rpe3d.attention.chosen.select import Selection, _halves
-from rpe3d.attention.chosen.step import PROGRAMS, Launches, _kept_centre
+from rpe3d.attention.chosen.step import PROGRAMS, Launches, _kept_centre, turns
 from rpe3d.attention.decode.loop import _cdiv, _processors
 from rpe3d.config import ConfigError
 from rpe3d.geometry import Law
@@ -279,6 +279,7 @@ class Steps:
         self.law, self.device, self.longest, self.splits, self.waves = law, device, longest, splits, waves
         self.heads, self.groups, self.layout = heads, groups, Layout.of(law, page, dim)
         self.selection = Selection(law, 16, device)
+        turns(law, longest // self.selection.region.unit + 1, device)  # before a graph is captured
         self.room = torch.empty(
             room(law, sequences, heads, groups, longest, device, splits), dtype=torch.uint8, device=device
         )

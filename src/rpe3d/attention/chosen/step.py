@@ -206,9 +206,9 @@ def _score_kernel(
             m = begin + tl.arange(0, BLOCK_M)
             live = m < can
             if PAGE > 0:
-                n = m + LATER
-                page = tl.load(pages + n // (PAGE // SIZE), mask=live, other=0).to(tl.int64)
-                within = (n % (PAGE // SIZE)) * tl.num_programs(1) + group
+                place = m + LATER
+                page = tl.load(pages + place // (PAGE // SIZE), mask=live, other=0).to(tl.int64)
+                within = (place % (PAGE // SIZE)) * tl.num_programs(1) + group
                 rows = summaries + (page * summary_p + within * DIM)[:, None]
             else:
                 kept = prints + head * room + m
