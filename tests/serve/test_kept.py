@@ -141,7 +141,7 @@ def test_texts_are_served_as_the_specification_says(layout, config, pages, monke
 
 
 def test_a_page_may_be_given_to_another_text_and_a_text_may_come_back(config, pages, monkeypatch):
-    """Preempted, a text loses its pages and is written again; without new summaries, what is left in its pages is wrong."""
+    """Preempted, a text loses its pages and is written again. Without new summaries, what the pages hold is wrong."""
     made = Chosen(config, monkeypatch, pages, KVCacheLayout.LBNHC, texts=3)
     made.run({0: 110})
     made.run({0: 1})

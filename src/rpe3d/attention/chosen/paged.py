@@ -25,6 +25,7 @@ summaries of an earlier text behind: `serve.checks` refuses it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple, no_type_check
 
@@ -36,7 +37,7 @@ from torch import Tensor
 
 from rpe3d.attention.chosen import WIDEST, law_refusal
 from rpe3d.attention.chosen.bare import _mean, _store3, _summary
-from rpe3d.attention.chosen.select import Selection, _halves
+from rpe3d.attention.chosen.select import TOGETHER, Selection, _halves
 from rpe3d.attention.chosen.step import PROGRAMS, Launches, _kept_centre, turns
 from rpe3d.attention.decode.loop import _cdiv, _processors
 from rpe3d.config import ConfigError
@@ -434,4 +435,5 @@ def room(
     rows, dim = sequences * groups, law.rotary.head_dim
     parts = PROGRAMS * _processors(device) * (heads // groups) if splits is None else sequences * heads * splits
     numbers = rows * (2 * selection.choice.most + 1) + sequences * heads + parts * (dim + 1)
-    return 4 * rows * stride + 4 * numbers + 8 * 16
+    together = math.gcd(TOGETHER, selection.region.unit // selection.choice.size)
+    return 2 * rows * (stride + stride // together) + 4 * numbers + 8 * 16
