@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
-"""Keys and queries bare of their positions, for kernels of decoding steps: means, summaries and aims.
+"""What the kernels of decoding steps share: where queries and keys stand, means of keys bare of it, summaries and aims.
 
 Keys lie in one piece or in pages: `_at` says where.
 """
@@ -11,7 +11,10 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
+from rpe3d.attention.chosen.memory import PRINTED
 from rpe3d.attention.chosen.select import _in_bfloat16, _inverse, _load3, _square
+
+_PRINTED = tl.constexpr(PRINTED)
 
 
 @triton.jit
@@ -178,3 +181,50 @@ def _kept3(rows, live, one, two, rest, pairs, others, ROTATED: tl.constexpr):
     if not ROTATED:
         z = tl.load(rows + rest, mask=live & others, other=0.0)
     return x, y, z
+
+
+@triton.jit
+@no_type_check
+def _print(rows, live, i):
+    """Return what key i adds to a print: the bits of its first numbers, times odd numbers that differ by place."""
+    x = tl.load(rows + tl.arange(0, _PRINTED)[None, :], mask=live, other=0.0)
+    if x.dtype.primitive_bitwidth == 16:
+        bits = x.to(tl.int16, bitcast=True).to(tl.int32)
+    else:
+        bits = x.to(tl.int32, bitcast=True)
+        bits ^= (bits >> 16) & 0xFFFF  # or two signs that change would be missed: each product changes by 2^31
+    place = tl.arange(0, _PRINTED)[None, :] + i * _PRINTED + 1
+    one = tl.sum(bits * ((place * 0x2C1B3C6D) | 1), 1)
+    two = tl.sum(bits * ((place * 0x297A2D39 + 0x165667B1) | 1), 1)
+    return (one.to(tl.int64) << 32) ^ two.to(tl.int64)
+
+
+@triton.jit
+@no_type_check
+def _where(
+    query_positions, key_starts, query_mask, query_start, key_start, b, t, positions_b, positions_t, mask_b, mask_t,
+    PAGE: tl.constexpr,
+):  # fmt: skip
+    """Return the position of a query (-1: padding), and that of slot 0.
+
+    With pages, `query_positions` says how many tokens there are, of which the query is the last.
+    """
+    p = tl.zeros([], tl.int64) + query_start + t
+    if query_positions is not None:
+        p = tl.load(query_positions + b * positions_b + t * positions_t).to(tl.int64)
+        if PAGE > 0:
+            p -= 1
+    if query_mask is not None:
+        p = tl.where(tl.load(query_mask + b * mask_b + t * mask_t) != 0, p, -1)
+    offset = tl.zeros([], tl.int64) + key_start
+    if key_starts is not None:
+        offset = tl.load(key_starts + b)
+    return p, offset
+
+
+@triton.jit
+@no_type_check
+def _kept_centre(centre, pages, place, live, centre_p, group, START: tl.constexpr, EACH: tl.constexpr):
+    """Return numbers of the mean of the first keys: `place` // EACH says in which page from START on they are kept."""
+    page = tl.load(pages + START + place // EACH, mask=live, other=0).to(tl.int64)
+    return tl.load(centre + page * centre_p + group * EACH + place % EACH, mask=live, other=0.0)

@@ -36,9 +36,10 @@ from jaxtyping import BFloat16, Float32
 from torch import Tensor
 
 from rpe3d.attention.chosen import WIDEST, law_refusal
-from rpe3d.attention.chosen.bare import _mean, _store3, _summary
+from rpe3d.attention.chosen.bare import _kept_centre, _mean, _store3, _summary
 from rpe3d.attention.chosen.select import TOGETHER, Selection, _halves
-from rpe3d.attention.chosen.step import PROGRAMS, Launches, _kept_centre, turns
+from rpe3d.attention.chosen.sizes import PROGRAMS, turns
+from rpe3d.attention.chosen.step import Launches
 from rpe3d.attention.decode.loop import _cdiv, _processors
 from rpe3d.config import ConfigError
 from rpe3d.geometry import Law
@@ -277,6 +278,7 @@ class Steps:
             raise ConfigError(
                 f"the paged kernels cannot run {law.name}: {reason}", "gather the keys, and use attention"
             )
+        device = torch.empty(0, device=device).device  # with its number, as tables are kept by it
         self.law, self.device, self.longest, self.splits, self.waves = law, device, longest, splits, waves
         self.heads, self.groups, self.layout = heads, groups, Layout.of(law, page, dim)
         self.selection = Selection(law, 16, device)

@@ -7,7 +7,7 @@
     attend  to the near keys and the chosen blocks, split over the machine; the last split to finish merges
 
 Where queries and keys stand is read on the device, and the grid depends on the size of the cache alone: a step can be
-captured in a CUDA graph.
+captured in a CUDA graph. Keys lie in one piece, or in a server's pages, which hold their summaries (`paged`).
 """
 
 from __future__ import annotations
@@ -18,11 +18,21 @@ from typing import Any, no_type_check
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float32
 from torch import Tensor
 
-from rpe3d.attention.chosen.bare import _aim, _asked, _at, _kept3, _mean, _store3, _summarize
-from rpe3d.attention.chosen.memory import PRINTED, Memory
+from rpe3d.attention.chosen.bare import (
+    _aim,
+    _asked,
+    _at,
+    _kept3,
+    _kept_centre,
+    _mean,
+    _print,
+    _store3,
+    _summarize,
+    _where,
+)
+from rpe3d.attention.chosen.memory import Memory
 from rpe3d.attention.chosen.select import (
     TOGETHER,
     WIDEST,
@@ -34,6 +44,7 @@ from rpe3d.attention.chosen.select import (
     _row_levels,
     _search,
 )
+from rpe3d.attention.chosen.sizes import launch, shares, tile, turns, wide
 from rpe3d.attention.decode.arrivals import zeros
 from rpe3d.attention.decode.kernel import _optional
 from rpe3d.attention.decode.loop import LOG2_E, _cdiv, _dot, _finish, _if, _leave, _merge, _partner, _power, _processors
@@ -41,49 +52,7 @@ from rpe3d.attention.problem import Problem
 from rpe3d.geometry import Law
 from rpe3d.rotation.launch import Launcher
 
-_PRINTED = tl.constexpr(PRINTED)
-LEAST_KEYS = 64  # of a split
 UNPAGED = {"PAGE": 0, "LATER": 0, "START": 0, "EACH": 1}
-PROGRAMS = 3  # that attend, on each processor: as many as have room for their registers
-
-
-@triton.jit
-@no_type_check
-def _print(rows, live, i):
-    """Return what key i adds to a print: the bits of its first numbers, times odd numbers that differ by place."""
-    x = tl.load(rows + tl.arange(0, _PRINTED)[None, :], mask=live, other=0.0)
-    if x.dtype.primitive_bitwidth == 16:
-        bits = x.to(tl.int16, bitcast=True).to(tl.int32)
-    else:
-        bits = x.to(tl.int32, bitcast=True)
-        bits ^= (bits >> 16) & 0xFFFF  # or two signs that change would be missed: each product changes by 2^31
-    place = tl.arange(0, _PRINTED)[None, :] + i * _PRINTED + 1
-    one = tl.sum(bits * ((place * 0x2C1B3C6D) | 1), 1)
-    two = tl.sum(bits * ((place * 0x297A2D39 + 0x165667B1) | 1), 1)
-    return (one.to(tl.int64) << 32) ^ two.to(tl.int64)
-
-
-@triton.jit
-@no_type_check
-def _where(
-    query_positions, key_starts, query_mask, query_start, key_start, b, t, positions_b, positions_t, mask_b, mask_t,
-    PAGE: tl.constexpr,
-):  # fmt: skip
-    """Return the position of a query (-1: padding), and that of slot 0.
-
-    With pages, `query_positions` says how many tokens there are, of which the query is the last.
-    """
-    p = tl.zeros([], tl.int64) + query_start + t
-    if query_positions is not None:
-        p = tl.load(query_positions + b * positions_b + t * positions_t).to(tl.int64)
-        if PAGE > 0:
-            p -= 1
-    if query_mask is not None:
-        p = tl.where(tl.load(query_mask + b * mask_b + t * mask_t) != 0, p, -1)
-    offset = tl.zeros([], tl.int64) + key_start
-    if key_starts is not None:
-        offset = tl.load(key_starts + b)
-    return p, offset
 
 
 _PLACES = ["query_start", "key_start", "positions_b", "positions_t", "mask_b", "mask_t"]
@@ -124,14 +93,6 @@ def _centre_kernel(
             )
             _store3(centre + head * DIM, x, y, z, True, one, two, rest, pairs, others, ROTATED)
             tl.store(centre_print + head, print)
-
-
-@triton.jit
-@no_type_check
-def _kept_centre(centre, pages, place, live, centre_p, group, START: tl.constexpr, EACH: tl.constexpr):
-    """Return numbers of the mean of the first keys: `place` // EACH says in which page from START on they are kept."""
-    page = tl.load(pages + START + place // EACH, mask=live, other=0).to(tl.int64)
-    return tl.load(centre + page * centre_p + group * EACH + place % EACH, mask=live, other=0.0)
 
 
 @triton.jit(
@@ -463,42 +424,6 @@ _choose, _attend = Launcher(_choose_kernel), Launcher(_attend_kernel)
 INTERPRETED = _centre.interpreted
 
 
-def wide(blocks: int, heads: int, processors: int) -> int:
-    """Return how many blocks a program scores: the more, the less often the aims are computed, but all have work."""
-    return next((n for n in (256, 128) if _cdiv(blocks, n) * heads >= processors), 64)
-
-
-def tile(heads: int, width: int, itemsize: int, size: int) -> int:
-    """Return how many keys a program attends to at a time: whole blocks, of which every head has a row each."""
-    keys = max(size, 64 if width * itemsize <= 512 else 32)
-    while keys > max(16, size) and heads * keys // size > 32:
-        keys //= 2
-    return keys
-
-
-def shares(law: Law, programs: int, keys: int, tile: int, processors: int) -> int:
-    """Return into how many parts the keys that a query sees go, where so many programs attend in each."""
-    region = law.regions[-1]
-    assert region.choice is not None
-    assert region.first is not None
-    seen = min(keys, region.unit * region.first + region.choice.most * region.choice.size)
-    return max(1, min(PROGRAMS * processors // programs, _cdiv(seen, max(tile, LEAST_KEYS))))
-
-
-def turns(law: Law, chunks: int, device: torch.device) -> Float32[Tensor, "n 2 l"]:
-    """Return cos and sin of the turn of a far query towards a key so many chunks before it, for `chunks` at least."""
-    n = _power(chunks)
-
-    def make() -> Tensor:
-        turn = law.regions[-1].query
-        apart = (turn.stride - turn.chunk) * torch.arange(n, dtype=torch.float64) + turn.start
-        angle = apart[:, None] * law.frequencies()
-        return torch.stack([angle.cos(), angle.sin()], 1).float().to(device)
-
-    made: Tensor = law.kept(("chosen turns", n, device), make)
-    return made
-
-
 class Launches:
     """The three launches of a step, bound for vectors like the given ones, and the room that they need.
 
@@ -579,7 +504,7 @@ class Launches:
                 "BLOCK_M": max(16, heads * block_n // choice.size), "BLOCK_N": block_n, "SPLIT": self.splits > 1,
                 **page, "WIDEN": INTERPRETED,
             },
-            {"num_warps": 4, "num_stages": 3 if width * k.element_size() <= 256 else 2},
+            launch(max(16, heads * block_n // choice.size), width * k.element_size(), paged is not None),
         )  # fmt: skip
 
 
