@@ -333,7 +333,7 @@ class Steps:
             found = self._updates[key] = self._bind(k, kept, sequences, programs)
         given = (k, *kept, pages, starts, lengths, slots, pages.stride(0), starts.stride(0), lengths.stride(0))
         centre, blocks = found
-        if most > 1:  # a sequence with one new token has either no block to summarize, or makes its part of the mean
+        if most > 1:  # with one new token, no sequence begins before the edge of those pages and ends after it
             centre(*given)
         blocks(*given)
 
