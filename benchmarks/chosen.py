@@ -286,6 +286,57 @@ def decode(rows: Rows, law: Any, trusted: bool) -> None:
             add(rows, what, law, tokens, batch, mine, f"sdpa-{best}", peers[best], goal, **mib)
 
 
+def decode_paged(rows: Rows, law: Any) -> None:
+    """One query of each sequence over shuffled pages, with summaries kept by page, as vLLM runs it in CUDA graphs.
+
+    A step is a launch that summarizes what was written, and three that score, choose and attend. The peer reads keys
+    that lie in one piece.
+    """
+    from rpe3d.attention.chosen.paged import Steps
+
+    for tokens, goal in {32768: None, 131072: 2.0}.items():
+        for batch in (1, 8):
+            pages, sets, scale = tokens // 16, [], DIM**-0.5
+            device = torch.device("cuda", torch.cuda.current_device())
+            steps = Steps(law, device, sequences=batch, heads=HEADS, groups=GROUPS, longest=tokens, page=16)
+            starts = torch.arange(batch + 1, dtype=torch.int32, device=device)
+            lengths = torch.full((batch,), tokens, dtype=torch.int32, device=device)
+            paged = {}
+            for _ in range(4 if batch == 1 else 2):
+                k, v = (alike(GROUPS, tokens, batch) for _ in range(2))
+                table = torch.randperm(batch * pages, device=device).view(batch, pages).int()
+                caches = []
+                for x in (k, v):
+                    cache = torch.empty(batch * pages, 16, GROUPS, DIM, dtype=x.dtype, device=device)
+                    cache[table.long()] = x.transpose(1, 2).unflatten(1, (pages, 16))
+                    caches.append(cache)
+                kept = steps.layout.empty(batch * pages, GROUPS, DIM, device)
+                slots = (table.long()[:, :, None] * 16 + torch.arange(16, device=device)).flatten()
+                steps.summarize(
+                    caches[0], kept, pages=table, starts=starts * tokens, lengths=lengths, slots=slots, most=tokens
+                )
+                last = slots.view(batch, tokens)[:, -1].contiguous()
+                sets.append([alike(HEADS, 1, batch), k, v])
+                paged[id(k)] = (*caches, kept, table, last)
+
+            def ours(q: Tensor, k: Tensor, v: Tensor, steps: Any = steps, paged: Any = paged) -> Tensor:
+                keys, values, kept, table, last = paged[id(k)]
+                where = {"pages": table, "lengths": lengths}  # noqa: B023 (called at once)
+                steps.summarize(keys, kept, starts=starts, slots=last, most=1, **where)  # noqa: B023
+                out = torch.empty_like(q)
+                steps(q, keys, values, out, kept, scale=scale, **where)  # noqa: B023
+                return out
+
+            q, k, v = sets[0]
+            check_rows(law, ours(q, k, v), q, k, v, [0], 1)
+            backends = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)
+            peers = {b.name.lower(): graph_milliseconds(partial(plain, backend=b), sets) for b in backends}
+            best = min(peers, key=lambda name: peers[name])
+            mine = graph_milliseconds(ours, sets)
+            mib = {"mib": steps.layout.nbytes(GROUPS, DIM) * batch * pages / 2**20, "peer_mib": 2 * k.nbytes / 2**20}
+            add(rows, "decode, pages", law, tokens, batch, mine, f"sdpa-{best}", peers[best], goal, **mib)
+
+
 def add(
     rows: Rows, what: str, law: Any, tokens: int, batch: int, ms: float, peer: str, peer_ms: float, goal: float | None,
     **extra: float,
@@ -316,6 +367,7 @@ def main() -> None:
             if part == "decode":
                 decode(rows, law, False)
                 decode(rows, law, True)
+                decode_paged(rows, law)
             elif part == "variants":
                 variants(rows, law, [int(n) for n in given.lengths.split(",")])
             elif part == "train":

@@ -40,7 +40,7 @@ CONNECTOR = {
     "kv_connector": "Filled",
     "kv_connector_module_path": "filled",
     "kv_role": "kv_both",
-    "kv_connector_extra_config": {"startup_fill": True, "fill_mean": 0.0, "fill_std": 1.0},
+    "kv_connector_extra_config": {"startup_fill": True, "fill_mean": 0.0, "fill_std": 1.0, "any_summaries": True},
 }
 """vLLM's option for a cache that is full of random keys."""
 

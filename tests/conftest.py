@@ -41,7 +41,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 # default model do not stand side by side, since one would wait until the other has converted it.
 LONG = (
     "gpu/test_cuda.py", "models/test_default.py", "attention/test_prefill.py", "models/test_extend.py",
-    "attention/test_chosen_kernels.py", "train/test_run.py", "attention/test_chosen_gradients.py",
+    "attention/test_chosen_paged.py", "attention/test_chosen_kernels.py", "train/test_run.py",
+    "attention/test_chosen_gradients.py",
     "attention/test_paged_kernel.py", "attention/test_decode.py", "cli/test_eval.py", "attention/test_compile.py",
     "train/test_processes.py", "evaluate/test_row.py", "evaluate/test_longppl.py", "train/test_finetune_benchmark.py",
     "test_examples.py", "rotation/test_rotate.py", "attention/test_attention.py", "train/test_fsdp.py",

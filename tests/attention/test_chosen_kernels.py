@@ -402,6 +402,7 @@ def test_blocks_are_chosen_by_level_and_of_those_that_are_level_the_last(kind, p
             {
                 "MOST": most, "QUERIES": 1, "SIZE": 16, "CHUNK": 16 * per_chunk, "NEAR": 1, "TOGETHER": together,
                 "ACROSS": groups, "TILES": 1, "WIDE": 1 << (most - 1).bit_length(), "TRUSTED": False,
+                "PAGE": 0,
             },
             {"num_warps": 4},
         )  # fmt: skip

@@ -92,6 +92,28 @@ for name in ("3d-rpe", "dca"):
 """
 )
 
+CHOSEN = (
+    COMPILE.split("x = random_problem(law, h=4, g=2, t=1")[0]
+    + """
+from rpe3d.attention.chosen import paged
+
+for dim, rotary in ((64, 64), (128, 96)):
+    law = small_law("3d-rpe", pretrained=256, context=4096, head_dim=dim, rotary_dim=rotary, **own)
+    cpu, numbers = torch.device("cpu"), torch.zeros(4, 260, dtype=torch.int32)
+    for page, splits in ((16, 3), (64, 1)):
+        made = paged.Steps(law, cpu, sequences=4, heads=6, groups=2, longest=4096, page=page, splits=splits)
+        size = made.layout.padded(page * 2 * 2 * dim * 2, 2, dim) // 2
+        cache = torch.zeros(9, size, dtype=torch.bfloat16)[:, : page * 4 * dim].unflatten(1, (page, 2, 2 * dim))
+        k, v = cache.split(dim, dim=-1)
+        kept = made.layout.behind(cache, page * 2 * 2 * dim * 2, 2, dim)
+        q, lengths = torch.zeros(4, 6, 1, dim, dtype=torch.bfloat16), numbers[:, 0].contiguous()
+        starts, slots = torch.zeros(5, dtype=torch.int32), torch.zeros(9, dtype=torch.int64)
+        made.summarize(k, kept, pages=numbers, starts=starts, lengths=lengths, slots=slots, most=9)
+        made.summarize(k, kept, pages=numbers, starts=starts, lengths=lengths, slots=slots, most=1)
+        made(q, k, v, torch.empty_like(q), kept, pages=numbers, lengths=lengths, scale=0.1)
+"""
+)
+
 
 def compiled(program):
     """Return the kernels that a program compiles for a Hopper GPU, each as often as it does."""
@@ -111,3 +133,8 @@ def test_the_kernels_of_a_choice_compile_for_a_gpu():
     kernels = {"_centre", "_score", "_choose", "_attend", "_means", "_aims", "_levels", "_marks", "_unions", "_far"}
     gradient = {"_queries", "_words", "_lists", "_keys"}
     assert set(compiled(COMPILE)) == kernels | gradient
+
+
+def test_the_kernels_of_a_choice_over_pages_compile_for_a_gpu():
+    """Split and whole, with dimensions that are not rotated and without: what a server captures in CUDA graphs."""
+    assert compiled(CHOSEN) == ["_written", "_written", "_written", "_score", "_choose", "_attend"] * 4

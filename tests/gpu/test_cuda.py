@@ -11,6 +11,7 @@ import torch
 import rpe3d
 from rpe3d.attention import attention, explain, reference
 from rpe3d.attention.blocked.backends import BACKENDS
+from rpe3d.attention.problem import check
 from rpe3d.testing import assert_as_good, assert_gradients_as_good, in_float64, random_problem, small_law
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -265,6 +266,60 @@ def test_a_trusted_step_is_captured_with_a_fresh_memory_and_with_a_used_one(used
         torch.cuda.synchronize()
         assert torch.equal(out, truth)
         assert torch.equal(lse, truth_lse)
+
+
+def test_a_chosen_step_over_pages_is_captured_and_replayed_at_other_lengths():
+    """Summaries are made as the texts are written; a graph serves any lengths, and rows that are not in use."""
+    from rpe3d.attention.chosen.paged import Steps
+    from rpe3d.attention.chosen.step import Step
+
+    law = small_law("3d-rpe", pretrained=256, context=4096, head_dim=64, sinks=0, **CHOOSING)
+    x = random_problem(law, "cuda", b=10, t=1, s=400, scale=0.1, dtype=torch.bfloat16)
+    (b, h, _, d), g, pages = x.q.shape, x.k.shape[1], 25
+    table = torch.randperm(b * pages, device="cuda").view(b, pages).int()
+    k, v = (torch.empty(b * pages, 16, g, d, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    for cache, y in ((k, x.k), (v, x.v)):
+        cache[table.long()] = y.transpose(1, 2).unflatten(1, (pages, 16))
+    steps = Steps(law, x.q.device, sequences=b, heads=h, groups=g, longest=512, page=16)
+    kept = steps.layout.empty(b * pages, g, d, x.q.device)
+    for part in kept:
+        part.fill_(torch.nan)
+    slots = (table.long()[:, :, None] * 16 + torch.arange(16, device="cuda")).view(b, 400)
+    lengths, out = torch.zeros(b, dtype=torch.int32, device="cuda"), torch.empty_like(x.q)
+    for start, stop in ((0, 70), (70, 150), (150, 399), (399, 400)):
+        starts = torch.arange(b + 1, dtype=torch.int32, device="cuda") * (stop - start)
+        lengths.fill_(stop)
+        given = {"pages": table, "starts": starts, "lengths": lengths, "slots": slots[:, start:stop].flatten()}
+        steps.summarize(k, kept, most=stop - start, **given)
+
+    def step():
+        steps(x.q, k, v, out, kept, pages=table, lengths=lengths, scale=0.1)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            step()
+    for some in ([400] * b, [399, 0, 97, 96, 1, 130, 17, 400, 250, 0]):
+        x.q.normal_()
+        out.fill_(torch.nan)
+        lengths.copy_(torch.tensor(some))
+        graph.replay()
+        torch.cuda.synchronize()
+        found, truth = [], []
+        for row, n in enumerate(some):
+            one = slice(row, row + 1)
+            if n == 0:
+                assert (out[one] == 0).all()
+                continue
+            q, keys, values = x.q[one].clone(), x.k[one, :, :n], x.v[one, :, :n]
+            y = check(q, keys, values, law, scale=0.1, rotated=True)
+            found.append(out[one].float())
+            truth.append(Step(y)(q, keys, values, None)[0].float())
+        apart = (torch.cat(found) - torch.cat(truth)).abs().amax(-1)  # of each row, and head
+        assert apart.flatten().quantile(0.8) < 0.02, apart  # one row in five may have chosen another block
 
 
 def test_what_queries_look_for_is_found_in_heads_that_lie_far_apart():

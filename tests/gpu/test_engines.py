@@ -42,7 +42,7 @@ ENGINES: dict[str, dict] = {
     "no-kernel": {"head": 64, "dtype": "float16", "law": "leaky-rerope"},
     "chosen": {"head": 64, "dtype": "float16", "law": "far"},
 }
-CAPTURED = {"graphs", "graphs-bf16", "runner-1", "dca"}
+CAPTURED = {"graphs", "graphs-bf16", "runner-1", "dca", "chosen"}
 """Engines that must capture whole steps."""
 SIDE_BY_SIDE, SECONDS = int(os.environ.get("SERVE_ENGINES", "4")), float(os.environ.get("SERVE_SECONDS", "300"))
 """How many engines run at the same time, and how long one may take."""

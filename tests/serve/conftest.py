@@ -28,3 +28,22 @@ def served(tmp_path_factory):
     folder = tmp_path_factory.mktemp("served")
     stock.save_pretrained(folder)
     return stock, engine(folder), folder
+
+
+@pytest.fixture(scope="module")
+def configured(tmp_path_factory):
+    """Return vLLM's configuration of a tiny model under a law, as an engine makes it."""
+    from engines import model
+    from vllm.engine.arg_utils import EngineArgs
+
+    from rpe3d.serve import plugin
+
+    plugin.register()
+
+    def configure(name="3d-rpe", **parameters):
+        folder = tmp_path_factory.mktemp("configured")
+        model(law=name, **parameters).save_pretrained(folder)
+        given = {"skip_tokenizer_init": True, "dtype": "float32", "block_size": 32, "max_num_seqs": 8}
+        return EngineArgs(model=str(folder), **given).create_engine_config()
+
+    return configure

@@ -7,43 +7,14 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed; `make test-serve` has it")
 
-from engines import model
-from vllm.config import CUDAGraphMode, set_current_vllm_config
-from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from layers import CHOSEN, DIM, EDGE, GROUPS, HEADS, LAW, Served, builder, common, spec
+from vllm.config import CUDAGraphMode
+from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadataBuilder
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from rpe3d import ConfigError, make_law
-from rpe3d.attention import attention
+from rpe3d import ConfigError
 from rpe3d.serve import cpu, cuda, plugin
-from rpe3d.serve.backend import MADE, Batch, Far, Step, split
-
-PAGE, GROUPS, HEADS, DIM = 16, 2, 4, 32
-LAW = {"chunk": 16, "window": 32, "reach": 64}
-EDGE = 48  # window + chunk: up to here 3D-RPE is plain RoPE
-
-
-def law(name="3d-rpe", **parameters):
-    return make_law(name, pretrained=64, context=512, head_dim=DIM, **parameters)
-
-
-def common(counts, lengths, *, device="cpu", width=9, padding=0):
-    """A batch as vLLM describes it: so many new tokens of each sequence; `padding` rows fill up a graph."""
-    counts, lengths = counts + [0] * padding, lengths + [0] * padding
-    starts = torch.tensor([0, *counts]).cumsum(0).int()
-    tokens = sum(counts) + padding
-    return CommonAttentionMetadata(
-        query_start_loc=starts.to(device),
-        query_start_loc_cpu=starts,
-        seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
-        seq_lens_cpu_upper_bound=torch.tensor(lengths, dtype=torch.int32),
-        num_reqs=len(counts),
-        num_actual_tokens=tokens,
-        max_query_len=max(counts),
-        max_seq_len=max(lengths),
-        block_table_tensor=torch.arange(len(counts) * width, dtype=torch.int32).view(-1, width).to(device),
-        slot_mapping=torch.arange(100, 100 + tokens).to(device),
-    )
+from rpe3d.serve.backend import Batch, Far, Step, split
 
 
 def test_a_batch_is_split_by_length():
@@ -107,34 +78,8 @@ def test_registering_again_changes_nothing():
 
 
 @pytest.fixture(scope="module")
-def configured(tmp_path_factory):
-    """Return vLLM's configuration of a tiny model under a law, as an engine makes it."""
-    from vllm.engine.arg_utils import EngineArgs
-
-    plugin.register()
-
-    def configure(name="3d-rpe", **parameters):
-        folder = tmp_path_factory.mktemp("configured")
-        model(law=name, **parameters).save_pretrained(folder)
-        given = {"skip_tokenizer_init": True, "dtype": "float32", "block_size": 32, "max_num_seqs": 8}
-        return EngineArgs(model=str(folder), **given).create_engine_config()
-
-    return configure
-
-
-@pytest.fixture(scope="module")
 def engine_config(configured):
     return configured(**LAW)
-
-
-def spec(head_size=DIM):
-    return FullAttentionSpec(block_size=PAGE, num_kv_heads=GROUPS, head_size=head_size, dtype=torch.float32)
-
-
-def builder(config, *, full=False, device="cpu"):
-    config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE if full else CUDAGraphMode.NONE
-    with set_current_vllm_config(config):
-        return cuda.Builder(spec(), [], config, torch.device(device))
 
 
 @pytest.mark.parametrize(
@@ -146,11 +91,15 @@ def builder(config, *, full=False, device="cpu"):
         ("3d-rpe", {"chunk": 4}, DIM, AttentionCGSupport.NEVER),
         ("leaky-rerope", {}, DIM, AttentionCGSupport.NEVER),
         ("3d-rpe", LAW | {"far": 3}, DIM, AttentionCGSupport.NEVER),
+        ("3d-rpe", CHOSEN, DIM, AttentionCGSupport.NEVER),
         ("yarn", {}, DIM, FlashAttentionMetadataBuilder._cudagraph_support),
     ],
 )
 def test_steps_are_captured_where_a_kernel_takes_them(configured, name, parameters, head_size, expected):
-    """`yarn` lives in the rotary layer alone: there attention is vLLM's."""
+    """`yarn` lives in the rotary layer alone: there attention is vLLM's.
+
+    A chosen far field needs chunks of whole 32 tokens, and pages with room for summaries (`test_kept`).
+    """
     assert cuda.Builder.get_cudagraph_support(configured(name, **parameters), spec(head_size)) == expected
 
 
@@ -192,57 +141,6 @@ def test_sequences_that_decode_beside_a_prompt_share_a_launch(engine_config):
     batch = made.build(0, common([1, 1, 9], [60, 70, 10], device="meta")).rpe3d
     assert batch.step.tokens == slice(0, 2)
     assert batch.far == []
-
-
-class Served:
-    """An implementation of one layer and its builder over a cache that holds the given sequences."""
-
-    def __init__(self, config, monkeypatch, lengths, *, full=False, width=9):
-        self.builder, self.law, self.lengths = builder(config, full=full), builder(config).law, lengths
-        MADE.add(self.law.json)
-        with set_current_vllm_config(config):
-            self.impl = cuda.Impl(HEADS, DIM, 0.2, GROUPS, None, None, "auto")
-        most = width * PAGE
-        self.k, self.v = (torch.randn(len(lengths), GROUPS, most, DIM) for _ in range(2))
-        self.cache = torch.full((len(lengths) * width + 5, GROUPS, PAGE, 2 * DIM), torch.nan)
-        self.table = torch.randperm(len(self.cache))[: len(lengths) * width].view(-1, width).int()
-        self.fill()
-        monkeypatch.setattr(FlashAttentionImpl, "forward", self.stock)
-
-    def fill(self):
-        for part, x in ((slice(0, DIM), self.k), (slice(DIM, None), self.v)):
-            self.cache[self.table.long(), ..., part] = x.unflatten(2, (-1, PAGE)).transpose(1, 2)
-
-    def stock(self, layer, query, key, value, cache, metadata, output, *_):
-        """Stand in for vLLM's kernel: plain RoPE, from the tensors that vLLM's kernel is given."""
-        keys, values = cache.transpose(1, 2).split(DIM, dim=-1)
-        for row, n in enumerate(metadata.seq_lens.tolist()):
-            start, stop = metadata.query_start_loc[row : row + 2].tolist()
-            held = [x[metadata.block_table[row, : -(-n // PAGE)].long()].flatten(0, 1)[:n] for x in (keys, values)]
-            where = {"query_positions": range(n - stop + start, n), "key_positions": range(n)}
-            out = self.reference(query[start:stop], *(x.transpose(0, 1) for x in held), law("rope"), **where)
-            output[start:stop] = out
-        return output
-
-    def reference(self, q, k, v, made, **where):
-        q = q.transpose(0, 1)[None]
-        out, _ = attention(q, k[None], v[None], made, scale=0.2, rotated=True, impl="reference", **where)
-        return out[0].transpose(0, 1)
-
-    def forward(self, metadata, query):
-        output = torch.full_like(query, torch.nan)
-        key = query[:, :GROUPS]
-        assert self.impl.forward(None, query, key, key, self.cache, metadata, output) is output
-        return output
-
-    def check(self, query, output, counts):
-        start = 0
-        for row, (n, count) in enumerate(zip(self.lengths, counts, strict=True)):
-            where = {"query_positions": range(n - count, n), "key_positions": range(n)}
-            part = slice(start, start + count)
-            truth = self.reference(query[part], self.k[row, :, :n], self.v[row, :, :n], self.law, **where)
-            torch.testing.assert_close(output[part], truth, rtol=0, atol=2e-5)
-            start += count
 
 
 @pytest.mark.parametrize("full", [False, True])

@@ -125,5 +125,21 @@ def test_heads_that_choose_far_keys_together_are_not_parted(vllm):
         check_engine(given, chooses)
 
 
+def test_pages_that_no_forward_fills_are_refused_where_queries_choose(vllm):
+    """On a GPU, where what is kept of a page would be another text's; on a CPU nothing is kept."""
+    given = settings()
+    given.parallel_config.tensor_parallel_size = 1
+    given.model_config.get_total_num_kv_heads = lambda: 2
+    given.kv_transfer_config = SimpleNamespace(kv_connector="OffloadingConnector", kv_connector_extra_config={})
+    chooses = make_law("3d-rpe", pretrained=64, context=512, head_dim=32, far=4)
+    check_engine(given, chooses)
+    given.device_config.device_type = "cuda"
+    check_engine(given, law())
+    with pytest.raises(ConfigError, match="OffloadingConnector fills pages without a forward"):
+        check_engine(given, chooses)
+    given.kv_transfer_config.kv_connector_extra_config["any_summaries"] = True  # benchmarks/filled.py
+    check_engine(given, chooses)
+
+
 def test_a_window_that_is_not_used_is_no_window():
     assert check_model(config(model_type="qwen2", sliding_window=32, use_sliding_window=False)) == law()

@@ -78,6 +78,11 @@ def check_engine(engine: Any, law: Law) -> None:
         )
     if engine.speculative_config is not None:
         raise ConfigError("speculative decoding is not tested under a law", "leave it out")
+    if law.chooses and engine.device_config.device_type != "cpu" and (connector := _connector(engine)):
+        raise ConfigError(
+            f"{connector} fills pages without a forward, which has to summarize them where queries choose far keys",
+            "leave --kv-transfer-config and --kv-offloading-size out, or take a law without `far`",
+        )
     invariant = getattr(getattr(vllm, "envs", None), "VLLM_BATCH_INVARIANT", False)
     if invariant and law.single_turn is None and law.needs_attention:
         raise ConfigError(
@@ -91,3 +96,15 @@ def check_engine(engine: Any, law: Law) -> None:
         )
     if max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1:
         raise ConfigError("context parallelism cuts a text into pieces, and a law needs it whole", "leave it out")
+
+
+def _connector(engine: Any) -> str | None:
+    """Return the name of what fills pages besides a model's forward; None without one.
+
+    A benchmark whose answers mean nothing says so itself (`any_summaries`).
+    """
+    transfer = getattr(engine, "kv_transfer_config", None)
+    if transfer is None or transfer.kv_connector_extra_config.get("any_summaries"):
+        return None
+    name: str | None = transfer.kv_connector
+    return name

@@ -7,23 +7,35 @@
     attend  to the near keys and the chosen blocks, split over the machine; the last split to finish merges
 
 Where queries and keys stand is read on the device, and the grid depends on the size of the cache alone: a step can be
-captured in a CUDA graph.
+captured in a CUDA graph. Keys lie in one piece, or in a server's pages, which hold their summaries (`paged`).
 """
 
 from __future__ import annotations
 
 import math
-from typing import no_type_check
+from typing import Any, no_type_check
 
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float32
 from torch import Tensor
 
-from rpe3d.attention.chosen.memory import PRINTED, Memory
+from rpe3d.attention.chosen.bare import (
+    _aim,
+    _asked,
+    _at,
+    _kept3,
+    _kept_centre,
+    _mean,
+    _print,
+    _store3,
+    _summarize,
+    _where,
+)
+from rpe3d.attention.chosen.memory import Memory
 from rpe3d.attention.chosen.search import TOGETHER, WIDEST, _choosable, _level, _row_levels, _search
-from rpe3d.attention.chosen.select import Selection, _halves, _in_bfloat16, _inverse, _load3, _square
+from rpe3d.attention.chosen.select import Selection, _halves, _load3
+from rpe3d.attention.chosen.sizes import launch, shares, tile, turns, wide
 from rpe3d.attention.decode.arrivals import zeros
 from rpe3d.attention.decode.kernel import _optional
 from rpe3d.attention.decode.loop import LOG2_E, _cdiv, _dot, _finish, _if, _leave, _merge, _partner, _power, _processors
@@ -31,98 +43,11 @@ from rpe3d.attention.problem import Problem
 from rpe3d.geometry import Law
 from rpe3d.rotation.launch import Launcher
 
-_PRINTED = tl.constexpr(PRINTED)
-LEAST_KEYS = 64  # of a split
-PROGRAMS = 3  # that attend, on each processor: as many as have room for their registers
-
-
-@triton.jit
-@no_type_check
-def _cos_sin(turns):
-    """Return cos and sin of so many whole turns, in float64, by the polynomials of Cephes for an eighth of a turn.
-
-    Triton's own are correct for any angle, in so many instructions that a program that runs once waits to read them.
-    """
-    x = (turns - tl.floor(turns + 0.5)).to(tl.float32)
-    n = tl.floor(4.0 * x + 0.5)
-    x = (x - 0.25 * n) * 6.283185307179586
-    z = x * x
-    sin = ((-1.9515295891e-4 * z + 8.3321608736e-3) * z - 1.6666654611e-1) * z * x + x
-    cos = ((2.443315711809948e-5 * z - 1.388731625493765e-3) * z + 4.166664568298827e-2) * z * z - 0.5 * z + 1.0
-    odd, sign = n * n == 1.0, 1.0 - tl.abs(n)
-    return tl.where(odd, -n * sin, sign * cos), tl.where(odd, n * cos, sign * sin)
-
-
-@triton.jit
-@no_type_check
-def _print(rows, live, i):
-    """Return what key i adds to a print: the bits of its first numbers, times odd numbers that differ by place."""
-    x = tl.load(rows + tl.arange(0, _PRINTED)[None, :], mask=live, other=0.0)
-    if x.dtype.primitive_bitwidth == 16:
-        bits = x.to(tl.int16, bitcast=True).to(tl.int32)
-    else:
-        bits = x.to(tl.int32, bitcast=True)
-        bits ^= (bits >> 16) & 0xFFFF  # or two signs that change would be missed: each product changes by 2^31
-    place = tl.arange(0, _PRINTED)[None, :] + i * _PRINTED + 1
-    one = tl.sum(bits * ((place * 0x2C1B3C6D) | 1), 1)
-    two = tl.sum(bits * ((place * 0x297A2D39 + 0x165667B1) | 1), 1)
-    return (one.to(tl.int64) << 32) ^ two.to(tl.int64)
-
-
-@triton.jit
-@no_type_check
-def _where(
-    query_positions, key_starts, query_mask, query_start, key_start, b, t, positions_b, positions_t, mask_b, mask_t
-):
-    """Return the position of a query (-1: padding), and that of slot 0."""
-    p = tl.zeros([], tl.int64) + query_start + t
-    if query_positions is not None:
-        p = tl.load(query_positions + b * positions_b + t * positions_t).to(tl.int64)
-    if query_mask is not None:
-        p = tl.where(tl.load(query_mask + b * mask_b + t * mask_t) != 0, p, -1)
-    offset = tl.zeros([], tl.int64) + key_start
-    if key_starts is not None:
-        offset = tl.load(key_starts + b)
-    return p, offset
+UNPAGED = {"PAGE": 0, "LATER": 0, "START": 0, "EACH": 1}
 
 
 _PLACES = ["query_start", "key_start", "positions_b", "positions_t", "mask_b", "mask_t"]
 _TENSORS = ["query_positions", "key_starts", "query_mask"]
-
-
-@triton.jit
-@no_type_check
-def _first_mean(
-    k, k_s, first, turn, scaling, one, two, rest, pairs, others,
-    HALF: tl.constexpr, REST: tl.constexpr, ROTATED: tl.constexpr,
-):  # fmt: skip
-    """Return the mean of the `first` keys, bare of their positions."""
-    ROWS: tl.constexpr = 32
-    x = tl.zeros([ROWS, HALF], tl.float32)
-    y = tl.zeros([ROWS, HALF], tl.float32)
-    z = tl.zeros([ROWS, HALF if ROTATED else REST], tl.float32)
-    for start in range(0, first, ROWS):
-        p = (start + tl.arange(0, ROWS)).to(tl.int64)
-        u, w, same = _load3(k + p[:, None] * k_s, (p < first)[:, None], one, two, rest, pairs, others, ROTATED)
-        cos, sin = _cos_sin(turn * p.to(tl.float64)[:, None])
-        x += u * cos + w * sin
-        y += w * cos - u * sin
-        if not ROTATED:
-            z += same
-    x = tl.sum(x, 0)[None, :] * scaling / first
-    y = tl.sum(y, 0)[None, :] * scaling / first
-    z = tl.zeros_like(x) if ROTATED else tl.sum(z, 0)[None, :] / first
-    return x, y, z
-
-
-@triton.jit
-@no_type_check
-def _store3(place, x, y, z, live, one, two, rest, pairs, others, ROTATED: tl.constexpr):
-    """Write vectors that are three tensors."""
-    tl.store(place + one, x, mask=live & pairs)
-    tl.store(place + two, y, mask=live & pairs)
-    if not ROTATED:
-        tl.store(place + rest, z, mask=live & others)
 
 
 @triton.jit(do_not_specialize=_PLACES, do_not_specialize_on_alignment=_TENSORS)
@@ -141,7 +66,7 @@ def _centre_kernel(
     for t in range(QUERIES):
         p, offset = _where(
             query_positions, key_starts, query_mask, query_start, key_start, b, t,
-            positions_b, positions_t, mask_b, mask_t,
+            positions_b, positions_t, mask_b, mask_t, 0,
         )  # fmt: skip
         highest = tl.maximum(highest, p)
     if highest // CHUNK > NEAR:  # there are far keys, and so all the first ones
@@ -154,121 +79,36 @@ def _centre_kernel(
         if print != tl.load(centre_print + head):
             one, two, rest, pairs, others = _halves(DIM, PAIRS, HALF, REST, INTERLEAVED)
             turn = tl.load(table + tl.arange(0, HALF)[None, :], mask=pairs, other=0.0)
-            x, y, z = _first_mean(k, k_s, first, turn, scaling, one, two, rest, pairs, others, HALF, REST, ROTATED)
+            x, y, z = _mean(
+                k, 0, k_s, None, 0, first, turn, scaling, one, two, rest, pairs, others, HALF, REST, ROTATED, 0
+            )
             _store3(centre + head * DIM, x, y, z, True, one, two, rest, pairs, others, ROTATED)
             tl.store(centre_print + head, print)
 
 
-@triton.jit
-@no_type_check
-def _asked(
-    q, k, p, turn, scaling, asking, log_decay, q_h, k_s, one, two, rest, pairs, others,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, RECENT: tl.constexpr, ROTATED: tl.constexpr,
-):  # fmt: skip
-    """Return of a query at p the weighted sum of the last keys, its square, its weight, and the query's share."""
-    i = tl.arange(0, RECENT)
-    there = (p >= i)[:, None]
-    u, w, same = _load3(k + (p - i)[:, None] * k_s, there, one, two, rest, pairs, others, ROTATED)
-    member = tl.arange(0, HEADS)
-    rows = q + member.to(tl.int64)[:, None] * q_h
-    a, c, e = _load3(rows, (member < GROUP)[:, None], one, two, rest, pairs, others, ROTATED)
-    cos, sin = _cos_sin(turn * (p - i).to(tl.float64)[:, None])
-    share = tl.where(there, tl.exp2(log_decay * i.to(tl.float32))[:, None], 0.0)
-    x = tl.sum((u * cos + w * sin) * share, 0)[None, :] * scaling
-    y = tl.sum((w * cos - u * sin) * share, 0)[None, :] * scaling
-    a = tl.sum(a, 0)[None, :]
-    c = tl.sum(c, 0)[None, :]
-    if ROTATED:
-        z, e = tl.zeros_like(x), tl.zeros_like(x)
-    else:
-        z, e = tl.sum(same * share, 0)[None, :], tl.sum(e, 0)[None, :]
-    cos, sin = _cos_sin(turn * p.to(tl.float64))
-    a, c = (a * cos + c * sin) * scaling, (c * cos - a * sin) * scaling
-    square = _square(a, c, e, ROTATED)
-    asked = asking * _inverse(square, square)[:, None]
-    return x, y, z, _square(x, y, z, ROTATED), tl.sum(tl.sum(share, 1), 0), a * asked, c * asked, e * asked
-
-
-@triton.jit
-@no_type_check
-def _aim(
-    x, y, z, whole, weight, a, c, e, middle_x, middle_y, middle_z, ROTATED: tl.constexpr, WIDEN: tl.constexpr
-):  # fmt: skip
-    """Return what a query looks for, from what `_asked` says and the mean of the first keys."""
-    x -= weight * middle_x
-    y -= weight * middle_y
-    if not ROTATED:
-        z -= weight * middle_z
-    inverse = _inverse(_square(x, y, z, ROTATED), whole)[:, None]
-    x = _in_bfloat16(x * inverse + a, WIDEN).to(tl.float32)
-    y = _in_bfloat16(y * inverse + c, WIDEN).to(tl.float32)
-    return x, y, _in_bfloat16(z * inverse + e, WIDEN).to(tl.float32)
-
-
-@triton.jit
-@no_type_check
-def _summarize(
-    rows, k, k_s, m, can, turn, scaling, middle_x, middle_y, middle_z, one, two, rest, pairs, others,
-    SIZE: tl.constexpr, LEAD: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, ROTATED: tl.constexpr,
-    BLOCK_M: tl.constexpr, WIDEN: tl.constexpr,
-):  # fmt: skip
-    """Write the summaries of blocks m, of the first `can`, to `rows`."""
-    live = m < can
-    x = tl.zeros([BLOCK_M, HALF], tl.float32)
-    y = tl.zeros([BLOCK_M, HALF], tl.float32)
-    z = tl.zeros([BLOCK_M, HALF if ROTATED else REST], tl.float32)
-    for i in range(SIZE + LEAD):
-        p = m.to(tl.int64) * SIZE + i - LEAD
-        there = (live & (p >= 0))[:, None]
-        u, w, same = _load3(k + p[:, None] * k_s, there, one, two, rest, pairs, others, ROTATED)
-        cos, sin = _cos_sin(turn * p.to(tl.float64)[:, None])
-        x += u * cos + w * sin
-        y += w * cos - u * sin
-        if not ROTATED:
-            z += same
-    count = tl.where(m == 0, SIZE, SIZE + LEAD)[:, None].to(tl.float32)
-    x, y = x * scaling / count, y * scaling / count
-    if not ROTATED:
-        z /= count
-    whole = _square(x, y, z, ROTATED)
-    x -= middle_x
-    y -= middle_y
-    if not ROTATED:
-        z -= middle_z
-    inverse = _inverse(_square(x, y, z, ROTATED), whole)[:, None]
-    x, y, z = _in_bfloat16(x * inverse, WIDEN), _in_bfloat16(y * inverse, WIDEN), _in_bfloat16(z * inverse, WIDEN)
-    _store3(rows, x, y, z, live[:, None], one, two, rest, pairs, others, ROTATED)
-
-
-@triton.jit
-@no_type_check
-def _kept3(rows, live, one, two, rest, pairs, others, ROTATED: tl.constexpr):
-    """Return summaries as three tensors, as they are kept."""
-    x = tl.load(rows + one, mask=live & pairs, other=0.0)
-    y = tl.load(rows + two, mask=live & pairs, other=0.0)
-    z = x
-    if not ROTATED:
-        z = tl.load(rows + rest, mask=live & others, other=0.0)
-    return x, y, z
-
-
-@triton.jit(do_not_specialize=[*_PLACES, "room"], do_not_specialize_on_alignment=_TENSORS)
+@triton.jit(
+    do_not_specialize=[*_PLACES, "room", "pages_b"],
+    do_not_specialize_on_alignment=[*_TENSORS, "pages"],
+)
 @no_type_check
 def _score_kernel(
-    q, k, levels, highest, summaries, prints, centre, centre_print, room, table, query_positions, key_starts,
-    query_mask, query_start, key_start, positions_b, positions_t, mask_b, mask_t, scaling, asking, log_decay, first,
-    stride, q_b, q_h, q_t, k_b, k_h, k_s,
+    q, k, levels, highest, summaries, prints, centre, centre_print, room, summary_p, centre_p, pages, pages_b, table,
+    query_positions, key_starts, query_mask, query_start, key_start, positions_b, positions_t, mask_b, mask_t,
+    scaling, asking, log_decay, first, stride, q_b, q_h, q_t, k_b, k_h, k_s,
     QUERIES: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, RECENT: tl.constexpr, LEAD: tl.constexpr,
     SIZE: tl.constexpr, CHUNK: tl.constexpr, NEAR: tl.constexpr, ALWAYS: tl.constexpr, TOGETHER: tl.constexpr,
     INVERSE_STEP: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
     ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, TRUSTED: tl.constexpr,
-    WIDEN: tl.constexpr,
+    PAGE: tl.constexpr, LATER: tl.constexpr, START: tl.constexpr, EACH: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Compute the blocks of one key head, BLOCK_M at a time: their levels for every query, and the highest of a few.
 
     Every program computes what the queries look for, which spares a launch. With TRUSTED, a print says only that
     something was made: 0. While the mean of the first keys was not, all programs make it, and one keeps it; that it is
     kept, `_choose_kernel` says, when all of them have ended.
+
+    With pages (PAGE tokens each, k_b apart), summaries and the mean of the first keys are kept by page and are taken
+    as they are (`paged.Kept`): that of block m with block m + LATER.
     """
     group, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     head = b * tl.num_programs(1) + group
@@ -278,28 +118,37 @@ def _score_kernel(
     for t in range(QUERIES):
         p, offset = _where(
             query_positions, key_starts, query_mask, query_start, key_start, b, t,
-            positions_b, positions_t, mask_b, mask_t,
+            positions_b, positions_t, mask_b, mask_t, PAGE,
         )  # fmt: skip
         can = tl.maximum(can, _choosable(p.to(tl.int32), CHUNK, NEAR, CHUNK // SIZE))
     if tl.program_id(0) * BLOCK_M < can:
         one, two, rest, pairs, others = _halves(DIM, PAIRS, HALF, REST, INTERLEAVED)
         turn = tl.load(table + tl.arange(0, HALF)[None, :], mask=pairs, other=0.0)
-        made = tl.load(centre_print + head)
-        m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-        known = tl.load(prints + head * room + m, mask=m < can, other=0)
-        middle = centre + head * DIM
-        middle_x, middle_y, middle_z = _load3(middle, True, one, two, rest, pairs, others, ROTATED)
-        k += b * k_b + group * k_h - offset * k_s
+        if PAGE > 0:
+            pages += b * pages_b
+            k += group * k_h
+            middle_x = _kept_centre(centre, pages, one, pairs, centre_p, group, START, EACH)
+            middle_y = _kept_centre(centre, pages, two, pairs, centre_p, group, START, EACH)
+            middle_z = tl.zeros_like(middle_x)
+            if not ROTATED:
+                middle_z = _kept_centre(centre, pages, rest, others, centre_p, group, START, EACH)
+        else:
+            made = tl.load(centre_print + head)
+            m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+            known = tl.load(prints + head * room + m, mask=m < can, other=0)
+            middle = centre + head * DIM
+            middle_x, middle_y, middle_z = _load3(middle, True, one, two, rest, pairs, others, ROTATED)
+            k += b * k_b + group * k_h - offset * k_s
         q += b * q_b + group * GROUP * q_h
         if QUERIES == 1:
             u, w, same, whole, weight, a, c, e = _asked(
-                q, k, p, turn, scaling, asking, log_decay, q_h, k_s, one, two, rest, pairs, others,
-                GROUP, HEADS, RECENT, ROTATED,
+                q, k, pages, p, turn, scaling, asking, log_decay, q_h, k_b, k_s, one, two, rest, pairs, others,
+                GROUP, HEADS, RECENT, ROTATED, PAGE,
             )  # fmt: skip
         if TRUSTED:  # noqa: SIM102 (a question to the compiler, then one to the device)
             if made != 0:
-                middle_x, middle_y, middle_z = _first_mean(
-                    k, k_s, first, turn, scaling, one, two, rest, pairs, others, HALF, REST, ROTATED
+                middle_x, middle_y, middle_z = _mean(
+                    k, 0, k_s, None, 0, first, turn, scaling, one, two, rest, pairs, others, HALF, REST, ROTATED, 0
                 )
                 if tl.program_id(0) == 0:
                     _store3(middle, middle_x, middle_y, middle_z, True, one, two, rest, pairs, others, ROTATED)
@@ -308,42 +157,49 @@ def _score_kernel(
         for begin in range(tl.program_id(0) * BLOCK_M, can, tl.num_programs(0) * BLOCK_M):
             m = begin + tl.arange(0, BLOCK_M)
             live = m < can
-            kept = prints + head * room + m
-            rows = summaries + (head * room + m)[:, None] * DIM
-            print = tl.zeros([BLOCK_M], tl.int64)
-            if not TRUSTED:
-                print += made * 31
-                STEP: tl.constexpr = min(12, SIZE + LEAD)  # a divisor: SIZE is a power of two, and LEAD its half
-                for start in range(0, SIZE + LEAD, STEP):
-                    for i in tl.static_range(STEP):
-                        at = m.to(tl.int64) * SIZE + start + i - LEAD
-                        print += _print(k + at[:, None] * k_s, (live & (at >= 0))[:, None], start + i)
-            misfit = tl.where(live & (known != print), 1, 0)
-            if tl.max(misfit) > 0:
-                SOME: tl.constexpr = 32
-                misfits = tl.max(tl.reshape(misfit, [BLOCK_M // SOME, SOME]), 1)
-                for i in range(BLOCK_M // SOME):
-                    if tl.max(tl.where(tl.arange(0, BLOCK_M // SOME) == i, misfits, 0)) > 0:
-                        n = begin + i * SOME + tl.arange(0, SOME)
-                        _summarize(
-                            summaries + (head * room + n)[:, None] * DIM, k, k_s, n, can, turn, scaling,
-                            middle_x, middle_y, middle_z, one, two, rest, pairs, others,
-                            SIZE, LEAD, HALF, REST, ROTATED, SOME, WIDEN,
-                        )  # fmt: skip
-                tl.store(kept, print, mask=live)
-                tl.debug_barrier()
+            if PAGE > 0:
+                place = m + LATER
+                page = tl.load(pages + place // (PAGE // SIZE), mask=live, other=0).to(tl.int64)
+                within = (place % (PAGE // SIZE)) * tl.num_programs(1) + group
+                rows = summaries + (page * summary_p + within * DIM)[:, None]
+            else:
+                kept = prints + head * room + m
+                rows = summaries + (head * room + m)[:, None] * DIM
+                print = tl.zeros([BLOCK_M], tl.int64)
+                if not TRUSTED:
+                    print += made * 31
+                    STEP: tl.constexpr = min(12, SIZE + LEAD)  # a divisor: SIZE is a power of two, and LEAD its half
+                    for start in range(0, SIZE + LEAD, STEP):
+                        for i in tl.static_range(STEP):
+                            at = m.to(tl.int64) * SIZE + start + i - LEAD
+                            print += _print(k + at[:, None] * k_s, (live & (at >= 0))[:, None], start + i)
+                misfit = tl.where(live & (known != print), 1, 0)
+                if tl.max(misfit) > 0:
+                    SOME: tl.constexpr = 32
+                    misfits = tl.max(tl.reshape(misfit, [BLOCK_M // SOME, SOME]), 1)
+                    for i in range(BLOCK_M // SOME):
+                        if tl.max(tl.where(tl.arange(0, BLOCK_M // SOME) == i, misfits, 0)) > 0:
+                            n = begin + i * SOME + tl.arange(0, SOME)
+                            _summarize(
+                                summaries + (head * room + n)[:, None] * DIM, k, k_s, n, can, turn, scaling,
+                                middle_x, middle_y, middle_z, one, two, rest, pairs, others,
+                                SIZE, LEAD, HALF, REST, ROTATED, SOME, WIDEN,
+                            )  # fmt: skip
+                    tl.store(kept, print, mask=live)
+                    tl.debug_barrier()
             x, y, z = _kept3(rows, live[:, None], one, two, rest, pairs, others, ROTATED)
-            ahead = tl.num_programs(0) * BLOCK_M
-            known = tl.load(kept + ahead, mask=m + ahead < can, other=0)
+            if PAGE == 0:
+                ahead = tl.num_programs(0) * BLOCK_M
+                known = tl.load(kept + ahead, mask=m + ahead < can, other=0)
             for t in range(QUERIES):
                 if QUERIES > 1:
                     p, _ = _where(
                         query_positions, key_starts, query_mask, query_start, key_start, b, t,
-                        positions_b, positions_t, mask_b, mask_t,
+                        positions_b, positions_t, mask_b, mask_t, PAGE,
                     )  # fmt: skip
                     u, w, same, whole, weight, a, c, e = _asked(
-                        q + t * q_t, k, p, turn, scaling, asking, log_decay, q_h, k_s, one, two, rest, pairs, others,
-                        GROUP, HEADS, RECENT, ROTATED,
+                        q + t * q_t, k, pages, p, turn, scaling, asking, log_decay, q_h, k_b, k_s, one, two, rest,
+                        pairs, others, GROUP, HEADS, RECENT, ROTATED, PAGE,
                     )  # fmt: skip
                     u, w, same = _aim(u, w, same, whole, weight, a, c, e, middle_x, middle_y, middle_z, ROTATED, WIDEN)
                 score = tl.sum(x.to(tl.float32) * u + y.to(tl.float32) * w, 1)
@@ -395,6 +251,7 @@ def _choose_kernel(
     query_start, key_start, positions_b, positions_t, mask_b, mask_t, stride,
     MOST: tl.constexpr, QUERIES: tl.constexpr, SIZE: tl.constexpr, CHUNK: tl.constexpr, NEAR: tl.constexpr,
     TOGETHER: tl.constexpr, ACROSS: tl.constexpr, TILES: tl.constexpr, WIDE: tl.constexpr, TRUSTED: tl.constexpr,
+    PAGE: tl.constexpr,
 ):  # fmt: skip
     """Compute one query of one key head per program: the blocks that it chooses, in order, and how many.
 
@@ -404,8 +261,9 @@ def _choose_kernel(
     head = b * tl.num_programs(1) + group
     row = head * QUERIES + t
     p, _ = _where(
-        query_positions, key_starts, query_mask, query_start, key_start, b, t, positions_b, positions_t, mask_b, mask_t
-    )
+        query_positions, key_starts, query_mask, query_start, key_start, b, t, positions_b, positions_t, mask_b, mask_t,
+        PAGE,
+    )  # fmt: skip
     can = _choosable(p.to(tl.int32), CHUNK, NEAR, CHUNK // SIZE)
     levels += row * stride
     lists += row * MOST
@@ -432,15 +290,20 @@ def _online(score, value, largest, total, acc, WIDEN: tl.constexpr):
     return larger, total * kept + tl.sum(weight, 1), _dot(weight.to(value.dtype), value, acc * kept[:, None], WIDEN)
 
 
-@triton.jit(do_not_specialize=[*_PLACES, "splits"], do_not_specialize_on_alignment=[*_TENSORS, "sinks"])
+@triton.jit(
+    do_not_specialize=[*_PLACES, "splits", "pages_b"],
+    do_not_specialize_on_alignment=[*_TENSORS, "sinks", "pages"],
+)
 @no_type_check
 def _attend_kernel(
-    q, k, v, out, lse, parts, logs, arrivals, sinks, picked, counts, turns, query_positions, key_starts, query_mask,
+    q, k, v, out, lse, parts, logs, arrivals, sinks, picked, counts, pages, pages_b, turns, query_positions,
+    key_starts, query_mask,
     query_start, key_start, positions_b, positions_t, mask_b, mask_t, splits, scale,
     q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s, out_b, out_h, out_t,
     MOST: tl.constexpr, QUERIES: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr,
     CHUNK: tl.constexpr, NEAR: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr,
-    INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, WIDEN: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, PAGE: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Compute the heads of one key head for one query against a split of the blocks it chose and of its near keys.
 
@@ -451,8 +314,9 @@ def _attend_kernel(
     split, group, query = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     t, b = query % QUERIES, (query // QUERIES).to(tl.int64)
     p, offset = _where(
-        query_positions, key_starts, query_mask, query_start, key_start, b, t, positions_b, positions_t, mask_b, mask_t
-    )
+        query_positions, key_starts, query_mask, query_start, key_start, b, t, positions_b, positions_t, mask_b, mask_t,
+        PAGE,
+    )  # fmt: skip
     heads = tl.num_programs(1) * GROUP
     row = (b * tl.num_programs(1) + group) * QUERIES + t
     count = tl.load(counts + row)
@@ -476,8 +340,13 @@ def _attend_kernel(
     rows = q + b * q_b + (group * GROUP + member).to(tl.int64)[:, None] * q_h + t * q_t
     stock = tl.load(rows + d, mask=live & (d < DIM), other=0.0)
     across = tl.load(rows + partner, mask=live & pairs, other=0.0).to(tl.float32) * sign
-    k += b * k_b + group.to(tl.int64) * k_h - offset * k_s
-    v += b * v_b + group.to(tl.int64) * v_h - offset * v_s
+    if PAGE > 0:
+        pages += b * pages_b
+        k += group.to(tl.int64) * k_h
+        v += group.to(tl.int64) * v_h
+    else:
+        k += b * k_b + group.to(tl.int64) * k_h - offset * k_s
+        v += b * v_b + group.to(tl.int64) * v_h - offset * v_s
     column = tl.arange(0, BLOCK_N)
     own = (column // SIZE)[None, :] == part[:, None]
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -490,8 +359,10 @@ def _attend_kernel(
         there = entry < count
         block = tl.load(picked + entry, mask=there, other=0)
         place = (block * SIZE + column % SIZE).to(tl.int64)[:, None]
-        key = tl.load(k + place * k_s + d, mask=there[:, None] & (d < DIM), other=0.0)
-        value = tl.load(v + place * v_s + d, mask=there[:, None] & (d < DIM), other=0.0)
+        key_place = _at(pages, place, there[:, None], k_b, k_s, PAGE)
+        key = tl.load(k + key_place + d, mask=there[:, None] & (d < DIM), other=0.0)
+        value_place = _at(pages, place, there[:, None], v_b, v_s, PAGE)
+        value = tl.load(v + value_place + d, mask=there[:, None] & (d < DIM), other=0.0)
         entry = i * EACH + part
         block = tl.load(picked + entry, mask=entry < count, other=0)
         turn = turns + (chunk - block * SIZE // CHUNK)[:, None] * (2 * PAIRS) + pair
@@ -504,8 +375,10 @@ def _attend_kernel(
     for i in range(tl.maximum(begin, far_tiles), end):
         place = low + (i - far_tiles) * BLOCK_N + column
         there = place <= p
-        key = tl.load(k + place[:, None] * k_s + d, mask=there[:, None] & (d < DIM), other=0.0)
-        value = tl.load(v + place[:, None] * v_s + d, mask=there[:, None] & (d < DIM), other=0.0)
+        key_place = _at(pages, place[:, None], there[:, None], k_b, k_s, PAGE)
+        key = tl.load(k + key_place + d, mask=there[:, None] & (d < DIM), other=0.0)
+        value_place = _at(pages, place[:, None], there[:, None], v_b, v_s, PAGE)
+        value = tl.load(v + value_place + d, mask=there[:, None] & (d < DIM), other=0.0)
         score = _dot(stock, tl.trans(key), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), WIDEN)
         score = tl.where(own & there[None, :], score * scale, float("-inf"))
         largest, total, acc = _online(score, value, largest, total, acc, WIDEN)
@@ -542,31 +415,88 @@ _choose, _attend = Launcher(_choose_kernel), Launcher(_attend_kernel)
 INTERPRETED = _centre.interpreted
 
 
-def wide(blocks: int, heads: int, processors: int) -> int:
-    """Return how many blocks a program scores: the more, the less often the aims are computed, but all have work."""
-    return next((n for n in (256, 128) if _cdiv(blocks, n) * heads >= processors), 64)
+class Launches:
+    """The three launches of a step, bound for vectors like the given ones, and the room that they need.
 
+    keys: how many there are at most. places: where queries and keys stand, as the kernels take it; for keys in pages
+    `paged` has the constants of the kernels, and the first of the places is still to come.
+    """
 
-def tile(heads: int, width: int, itemsize: int, size: int) -> int:
-    """Return how many keys a program attends to at a time: whole blocks, of which every head has a row each."""
-    keys = max(size, 64 if width * itemsize <= 512 else 32)
-    while keys > max(16, size) and heads * keys // size > 32:
-        keys //= 2
-    return keys
-
-
-def turns(law: Law, chunks: int, device: torch.device) -> Float32[Tensor, "n 2 l"]:
-    """Return cos and sin of the turn of a far query towards a key so many chunks before it, for `chunks` at least."""
-    n = _power(chunks)
-
-    def make() -> Tensor:
-        turn = law.regions[-1].query
-        apart = (turn.stride - turn.chunk) * torch.arange(n, dtype=torch.float64) + turn.start
-        angle = apart[:, None] * law.frequencies()
-        return torch.stack([angle.cos(), angle.sin()], 1).float().to(device)
-
-    made: Tensor = law.kept(("chosen turns", n, device), make)
-    return made
+    def __init__(
+        self,
+        law: Law,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        places: tuple[Any, ...],
+        *,
+        groups: int,
+        keys: int,
+        scale: float,
+        splits: int | None = None,
+        trusted: bool = False,
+        paged: dict[str, int] | None = None,
+        waves: int = 2,
+    ) -> None:
+        (b, h, t, d), g, device = q.shape, groups, q.device
+        selection = Selection(law, 16, device)
+        choice, chunk, processors = selection.choice, selection.region.unit, _processors(device)
+        self.most = choice.most
+        self.blocks = max(1, selection.choosable(keys - 1))
+        self.stride = _cdiv(self.blocks, 128) * 128
+        heads, width = _power(h // g), max(16, _power(d))
+        block_n = tile(heads, width, k.element_size(), choice.size)
+        self.splits = splits or shares(law, b * g * t, keys, block_n, processors)
+        vectors = selection.vectors(d)
+        given = {"SIZE": choice.size, "CHUNK": chunk, "NEAR": selection.near}
+        page = {"PAGE": 0 if paged is None else paged["PAGE"]}
+        first = min(choice.centre, chunk)
+        blocks = wide(self.blocks, b * g, processors)
+        self.together = math.gcd(TOGETHER, chunk // choice.size)
+        self.table, self.turns = selection.table, turns(law, keys // chunk + 1, device)
+        self.score = _score.bind(
+            device,
+            (max(1, min(_cdiv(self.blocks, blocks), waves * processors // (b * g))), g, b),
+            (
+                *(() if paged else (None, None, None, None, self.table)), *places, 1 / law.attention_scaling,
+                choice.query, math.log2(choice.decay), first, self.stride, *q.stride()[:3], *k.stride()[:3],
+            ),
+            {
+                "QUERIES": t, "GROUP": h // g, "HEADS": heads, "RECENT": choice.recent, "LEAD": choice.lead, **given,
+                "ALWAYS": choice.always, "TOGETHER": self.together, "INVERSE_STEP": 1 / choice.STEP, **vectors,
+                "BLOCK_M": blocks, "TRUSTED": trusted, **(paged or UNPAGED), "WIDEN": INTERPRETED,
+            },
+            {"num_warps": 4} if blocks < 128 else {"num_warps": 8, "maxnreg": 128},  # two on a processor
+        )  # fmt: skip
+        groups = max(1, self.blocks // self.together)
+        across = min(WIDEST, max(256, _power(groups)))
+        few = max(_power(min(choice.most, groups)), 256 // self.together)
+        self.choose = _choose.bind(
+            device,
+            (t, g, b),
+            (*places, self.stride),
+            {
+                "MOST": choice.most, "QUERIES": t, **given, "TOGETHER": self.together, "ACROSS": across,
+                "TILES": _cdiv(groups, across), "WIDE": few, "TRUSTED": trusted, **page,
+            },
+            {"num_warps": max(1, min(8, max(across, few * self.together) // 256))},
+        )  # fmt: skip
+        self.attend = _attend.bind(
+            device,
+            (self.splits, g, b * t),
+            (
+                *(() if paged else (None, None, self.turns)), *places, self.splits, scale * LOG2_E, *q.stride()[:3],
+                *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
+            ),
+            {
+                "MOST": choice.most, "QUERIES": t, "GROUP": h // g, "HEADS": heads, **given, "WIDTH": width, "DIM": d,
+                "PAIRS": law.rotary.pairs, "INTERLEAVED": law.rotary.interleaved,
+                "BLOCK_M": max(16, heads * block_n // choice.size), "BLOCK_N": block_n, "SPLIT": self.splits > 1,
+                **page, "WIDEN": INTERPRETED,
+            },
+            launch(max(16, heads * block_n // choice.size), width * k.element_size(), paged is not None),
+        )  # fmt: skip
 
 
 class Step:
@@ -581,78 +511,28 @@ class Step:
 
     def __init__(self, x: Problem, *, splits: int | None = None, trusted: bool = False) -> None:
         """Settle all but the vectors. trusted: keys that a memory has seen do not change, so nobody looks again."""
-        (b, h, t, d), (g, s), device = x.q.shape, x.k.shape[1:3], x.q.device
-        self.law, self.shape, self.groups = x.law, (b, h, t, d), g
-        selection = Selection(x.law, 16, device)
-        choice, chunk = selection.choice, selection.region.unit
-        self.most = choice.most
-        self.blocks = max(1, selection.choosable(s - 1 if isinstance(x.keys, Tensor) else x.keys[-1]))
-        self.stride = _cdiv(self.blocks, 128) * 128
-        heads, width = _power(h // g), max(16, _power(d))
-        block_n = tile(heads, width, x.k.element_size(), choice.size)
-        seen = _cdiv(min(s, chunk * (selection.near + 1) + choice.most * choice.size), max(block_n, LEAST_KEYS))
-        self.splits = splits or max(1, min(PROGRAMS * _processors(device) // (b * g * t), seen))
-
+        (b, _, t, d), (g, s), device = x.q.shape, x.k.shape[1:3], x.q.device
+        self.law, self.shape, self.groups = x.law, x.q.shape, g
         tensors, strides = _optional(x)
         starts = [y.start if isinstance(y, range) else 0 for y in (x.queries, x.keys)]
         places = (*tensors[:3], *starts, *strides[:4])
-        scaling, vectors = 1 / x.law.attention_scaling, selection.vectors(d)
-        law = {"SIZE": choice.size, "CHUNK": chunk, "NEAR": selection.near}
-        first = min(choice.centre, chunk)
+        keys = s if isinstance(x.keys, Tensor) else x.keys.stop
+        out = torch.empty_like(x.q)
+        self.made = Launches(
+            x.law, x.q, x.k, x.v, out, places, groups=g, keys=keys, scale=x.scale, splits=splits, trusted=trusted
+        )
         self.centre = None
         if not trusted:
+            selection = Selection(x.law, 16, device)
+            chunk = selection.region.unit
+            first = min(selection.choice.centre, chunk)
             self.centre = _centre.bind(
                 device,
                 (g, b, 1),
-                (selection.table, *places, scaling, first, *x.k.stride()[:3]),
-                {"QUERIES": t, "CHUNK": chunk, "NEAR": selection.near, **vectors, "ROWS": _power(first)},
+                (selection.table, *places, 1 / x.law.attention_scaling, first, *x.k.stride()[:3]),
+                {"QUERIES": t, "CHUNK": chunk, "NEAR": selection.near, **selection.vectors(d), "ROWS": _power(first)},
                 {"num_warps": 4},
             )
-        blocks = wide(self.blocks, b * g, _processors(device))
-        self.together = math.gcd(TOGETHER, chunk // choice.size)
-        self.score = _score.bind(
-            device,
-            (max(1, min(_cdiv(self.blocks, blocks), 2 * _processors(device) // (b * g))), g, b),
-            (
-                selection.table, *places, scaling, choice.query, math.log2(choice.decay), first, self.stride,
-                *x.q.stride()[:3], *x.k.stride()[:3],
-            ),
-            {
-                "QUERIES": t, "GROUP": h // g, "HEADS": heads, "RECENT": choice.recent, "LEAD": choice.lead, **law,
-                "ALWAYS": choice.always, "TOGETHER": self.together, "INVERSE_STEP": 1 / choice.STEP, **vectors,
-                "BLOCK_M": blocks, "TRUSTED": trusted, "WIDEN": INTERPRETED,
-            },
-            {"num_warps": 4} if blocks < 128 else {"num_warps": 8, "maxnreg": 128},  # two on a processor
-        )  # fmt: skip
-        groups = max(1, self.blocks // self.together)
-        across = min(WIDEST, max(256, _power(groups)))
-        few = max(_power(min(choice.most, groups)), 256 // self.together)
-        self.choose = _choose.bind(
-            device,
-            (t, g, b),
-            (*places, self.stride),
-            {
-                "MOST": choice.most, "QUERIES": t, **law, "TOGETHER": self.together, "ACROSS": across,
-                "TILES": _cdiv(groups, across), "WIDE": few, "TRUSTED": trusted,
-            },
-            {"num_warps": max(1, min(8, max(across, few * self.together) // 256))},
-        )  # fmt: skip
-        pairs = x.law.rotary.pairs
-        self.attend = _attend.bind(
-            device,
-            (self.splits, g, b * t),
-            (
-                turns(x.law, s // chunk + 1, device), *places, self.splits, x.scale * LOG2_E, *x.q.stride()[:3],
-                *x.k.stride()[:3], *x.v.stride()[:3], *torch.empty_like(x.q).stride()[:3],
-            ),
-            {
-                "MOST": choice.most, "QUERIES": t, "GROUP": h // g, "HEADS": heads, **law, "WIDTH": width, "DIM": d,
-                "PAIRS": pairs, "INTERLEAVED": x.law.rotary.interleaved,
-                "BLOCK_M": max(16, heads * block_n // choice.size), "BLOCK_N": block_n, "SPLIT": self.splits > 1,
-                "WIDEN": INTERPRETED,
-            },
-            {"num_warps": 4, "num_stages": 3 if width * x.k.element_size() <= 256 else 2},
-        )  # fmt: skip
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, memory: Memory | None = None
@@ -660,24 +540,25 @@ class Step:
         """Return the output and the log-sum-exp. memory: of these keys' cache."""
         (b, h, t, d), g, device = self.shape, self.groups, q.device
         memory = Memory() if memory is None else memory
-        memory.prepare(self.law, k, self.blocks)
+        made = self.made
+        memory.prepare(self.law, k, made.blocks)
         first = memory.centre, memory.centre_print
         if self.centre is not None:
             self.centre(k, *first)
-        levels = torch.empty(b, g, t, self.stride, dtype=torch.int16, device=device)
-        highest = torch.empty(b, g, t, self.stride // self.together, dtype=torch.int16, device=device)
-        self.score(q, k, levels, highest, memory.summaries, memory.prints, *first, memory.summaries.shape[2])
+        levels = torch.empty(b, g, t, made.stride, dtype=torch.int16, device=device)
+        highest = torch.empty(b, g, t, made.stride // made.together, dtype=torch.int16, device=device)
+        made.score(q, k, levels, highest, memory.summaries, memory.prints, *first, memory.summaries.shape[2])
         rows = b * g * t
-        chosen = torch.empty(rows * (2 * self.most + 1), dtype=torch.int32, device=device)
-        picked, lists, counts = chosen.split((rows * self.most, rows * self.most, rows))
-        self.choose(levels, highest, picked, counts, lists, memory.centre_print)
+        chosen = torch.empty(rows * (2 * made.most + 1), dtype=torch.int32, device=device)
+        picked, lists, counts = chosen.split((rows * made.most, rows * made.most, rows))
+        made.choose(levels, highest, picked, counts, lists, memory.centre_print)
         out = torch.empty_like(q)
         lse = torch.empty(b, t, h, dtype=torch.float32, device=device)
         parts = logs = arrivals = None
-        if self.splits > 1:
-            shares = b * t * h * self.splits
+        if made.splits > 1:
+            shares = b * t * h * made.splits
             parts = torch.empty(shares * (d + 1), dtype=torch.float32, device=device)
             logs, arrivals = parts[shares * d :], zeros(b * t * g, device)
         sinks = None if sinks is None else sinks.contiguous()
-        self.attend(q, k, v, out, lse, parts, logs, arrivals, sinks, picked, counts)
+        made.attend(q, k, v, out, lse, parts, logs, arrivals, sinks, picked, counts)
         return out, lse.transpose(1, 2)
