@@ -13,7 +13,7 @@ are prompts of `rpe3d compare`, one key to a prefix. Vectors of probes are float
 faded`, which is the law itself; their standard error is over texts, or passkeys. Writes choosing-<model>.csv after
 every text, and keeps rows of other lengths and ways. Beside it, choosing-<model>-windows.csv has the numbers of each
 text and passkey: the same command at the same commit resumes after them. At the end, the differences to the way that
-ships are shown with 95 % intervals. `published` stands for that way, all keys, and the published ways.
+ships are shown with 95 % intervals. `--only published` measures that way and the published ones.
 """
 
 from __future__ import annotations
@@ -172,9 +172,7 @@ class Study:
         place = torch.cat([torch.arange(first, start, device=q.device), position])
         mine = torch.cat([place.new_ones(len(self.probe), start - first), self.probe == self.probe[:, None]], 1).bool()
         seen = mine & (place <= position[:, None]) & (place >= edge)
-        near = torch.einsum("gntd,gsd->gnts", q, k[:, first:]).masked_fill(~seen, -torch.inf)
-        near_log = near.logsumexp(-1)
-        near_out = torch.einsum("gnts,gse->gnte", near.softmax(-1), v[:, first:])
+        near_out, near_log = attend_seen(q, k[:, first:], v[:, first:], seen[None, None])
         if not last:
             return near_out, near_log
 
@@ -192,7 +190,9 @@ class Study:
                 scored = far_q, far_k
             if way.summary == "nsa":
                 blocks = torch.einsum("gntd,gmd->gntm", far_q, far_k.unflatten(1, (-1, way.block)).mean(2))
-                votes = nsa(blocks.masked_fill(~picked[0], -torch.inf), self.near_blocks(way, near, seen, place))
+                votes = nsa(
+                    blocks.masked_fill(~picked[0], -torch.inf), self.near_blocks(way, q, k[:, first:], seen, place)
+                )
             elif way.summary == "representatives":
                 votes = self.represented(way, q, k[:, :last], received).repeat(k.shape[0], 1, 1)
             elif way.aim is None:
@@ -208,17 +208,16 @@ class Study:
             picked = picked & best
         if way.summary != "spans":
             visible = picked[:, None].repeat_interleave(way.block, -1)
-        far = torch.einsum("gntd,gsd->gnts", far_q, far_k).mul_(sharpness).masked_fill_(~visible, -torch.inf)
-        far_log = far.logsumexp(-1)
-        far_out = torch.einsum("gnts,gse->gnte", far.sub_(far_log[..., None]).exp_(), v[:, :last])
+        far_out, far_log = attend_seen(far_q * sharpness, far_k, v[:, :last], visible)
         if fade is not None:  # as rpe3d.attention.reference has it
             eased, loss = fade.shift(position).float()
             far_log = far_log - eased * far_log - loss
         share = torch.sigmoid(far_log - near_log)[..., None]
         return (1 - share) * near_out + share * far_out, torch.logaddexp(near_log, far_log)
 
-    def near_blocks(self, way: Way, near: Tensor, seen: Tensor, place: Tensor) -> Tensor:
+    def near_blocks(self, way: Way, q: Tensor, k: Tensor, seen: Tensor, place: Tensor) -> Tensor:
         """Return the log-sum-exp [g, n, t] of q · mean key over the complete near blocks that a query sees."""
+        near = torch.einsum("gntd,gsd->gnts", q, k)
         index = (place - place.min()) // way.block
         blocks = int(index.max()) + 1
         sums = near.new_zeros(*near.shape[:3], blocks).index_add(3, index, near.masked_fill(~seen, 0.0))
@@ -334,6 +333,18 @@ class Study:
         return torch.where((self.within >= steps)[:, None], x.roll(steps, -2), missing)
 
 
+def attend_seen(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+    """Return attention of q [g, n, t, d] to the keys [g, s, d] that are seen [*, *, t, s], and its log-sum-exp."""
+    if q.device.type == "cpu":  # a third of the time of the lines below
+        many = q.shape[1]
+        mask = q.new_zeros(seen.shape).masked_fill_(~seen, -torch.inf)
+        k, v = (x[:, None].expand(-1, many, -1, -1) for x in (k, v))
+        out, log = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask, scale=1.0)
+        return out, log
+    scores = torch.einsum("gntd,gsd->gnts", q, k).masked_fill_(~seen, -torch.inf)
+    return torch.einsum("gnts,gse->gnte", scores.softmax(-1), v), scores.logsumexp(-1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Probe:
     """Tokens that follow the prefix; the nats of those from `skip` on count, and never that of the first."""
@@ -440,15 +451,15 @@ def read_each(path: Path, origin: Mapping[str, str]) -> dict[tuple[str, str], di
     }
 
 
-def append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Add the numbers of an excerpt to a CSV."""
+def append(path: Path, numbers: Mapping[str, Any]) -> None:
+    """Add the numbers of an excerpt under a way to a CSV."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = not path.exists()
     with path.open("a", newline="") as file:
         writer = csv.DictWriter(file, EACH, lineterminator="\n")
         if new:
             writer.writeheader()
-        writer.writerows(rows)
+        writer.writerow(numbers)
 
 
 def differences(mine: Sequence[Mapping[str, float]], base: Sequence[Mapping[str, float]]) -> dict[str, Difference]:
@@ -491,8 +502,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for the CSV")
     parser.add_argument("--only", default=",".join(WAYS), help="ways to measure, with commas between; default all")
     given = parser.parse_args()
-    named = [SHIPS.name, Way().name, *(way.name for way in PUBLISHED)] if given.only == "published" else None
-    chosen = {ALL.name: ALL} | {name: WAYS[choice("way", name, WAYS)] for name in named or given.only.split(",")}
+    names = [way.name for way in (SHIPS, *PUBLISHED)] if given.only == "published" else given.only.split(",")
+    chosen = {ALL.name: ALL} | {name: WAYS[choice("way", name, WAYS)] for name in names}
     if not given.text and given.passkeys < 1:
         raise ConfigError("there is nothing to read", "give --text or --passkeys")
     texts = read_texts(given.text) if given.text else []
@@ -527,7 +538,7 @@ def main() -> None:
             if given.through:
                 study.read(prefix, None if label == ALL.name else way)
             known[title, label] = measure(study, probes, way)
-        append(path, [origin | {"excerpt": title, "way": label} | known[title, label] for label in missing])
+            append(path, origin | {"excerpt": title, "way": label} | known[title, label])
         for label in chosen:
             results[label].append(known[title, label])
         rows = [origin | row(label, mine, results[ALL.name]) for label, mine in results.items()]

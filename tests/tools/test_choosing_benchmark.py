@@ -419,3 +419,23 @@ def test_what_cannot_be_measured_is_refused(bench, options, problem):
 def test_nothing_to_read_is_refused(bench):
     with pytest.raises(ConfigError, match="nothing to read"):
         bench("--length", "2k", texts=False)
+
+
+def test_the_same_command_resumes_and_shows_differences_to_the_way_that_ships(bench, choosing, monkeypatch, capsys):
+    options = ("--length", "2k", "--passkeys", "1", "--only", "published")
+    first = bench(*options)
+    shown = capsys.readouterr().out
+    assert f"less {choosing.SHIPS.name}, with 95 % intervals" in shown
+    assert {row["way"] for row in first} == {way.name for way in (choosing.ALL, choosing.SHIPS, *choosing.PUBLISHED)}
+    monkeypatch.setattr(choosing, "measure", None)  # nothing is measured again
+    assert bench(*options) == first
+    assert capsys.readouterr().out == shown
+
+
+def test_differences_are_paired_and_have_student_s_interval(choosing):
+    """By hand: 0.1, 0.2, 0.6 have mean 0.3 and deviation 0.2646; t of two degrees of freedom is 4.3027."""
+    base = [{"text": 1.0, "passkeys": 0}, {"text": 3.0, "passkeys": 0}, {"text": 2.0, "passkeys": 0}]
+    mine = [{"text": 1.1, "passkeys": 0}, {"text": 3.2, "passkeys": 0}, {"text": 2.6, "passkeys": 0}]
+    found = choosing.differences(mine, base)
+    assert set(found) == {"text"}
+    assert (found["text"].mean, found["text"].high) == pytest.approx((0.3, 0.3 + 4.3027 * 0.2646 / 3**0.5), abs=1e-3)
