@@ -477,7 +477,7 @@ def show_differences(results: Mapping[str, Sequence[Mapping[str, float]]], again
     for label, mine in results.items():
         for kind, found in differences(mine, results[against]).items():
             bounds = "" if found.low is None or found.high is None else f" ({found.low:+.4f} .. {found.high:+.4f})"
-            print(f"{label:42} {kind:>8} {found.mean:+8.4f}{bounds} of {found.n}")
+            print(f"{label:50} {kind:>8} {found.mean:+8.4f}{bounds} of {found.n}")
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
