@@ -464,7 +464,7 @@ def append(path: Path, numbers: Mapping[str, Any]) -> None:
 
 def differences(mine: Sequence[Mapping[str, float]], base: Sequence[Mapping[str, float]]) -> dict[str, Difference]:
     """Return how much more nats of each kind a way has than another on the same excerpts, and the share of passkeys."""
-    made = {}
+    made: dict[str, Difference] = {}
     for kind in KINDS:
         pairs = [a[kind] - b[kind] for a, b in zip(mine, base, strict=True) if kind in a]
         made |= {kind: mean_difference(pairs)} if pairs else {}
