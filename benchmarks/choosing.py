@@ -3,6 +3,7 @@
     python benchmarks/choosing.py --model default --text FILE --text FILE --length 32k --out DIR
     python benchmarks/choosing.py --model default --text FILE --length 32k --out DIR --only "mean of 16,all keys"
     python benchmarks/choosing.py --model default --passkeys 20 --length 16k --out DIR --only "all keys" --through
+    python benchmarks/choosing.py --model default --text FILE --length 16k --out DIR --only published
 
 A prefix with four needles in it is read once under `3d-rpe`, which attends to every far key. Probes follow: the next
 tokens of the text, three passages of the prefix, four questions. A probe sees the prefix and itself, and each of its
@@ -10,7 +11,9 @@ queries chooses far blocks from what precedes it. The prefix is the same for all
 the probes alone. With `--through` every way reads the prefix, too, as it does in use, at many times the cost. Passkeys
 are prompts of `rpe3d compare`, one key to a prefix. Vectors of probes are float32. Differences are to `all keys +
 faded`, which is the law itself; their standard error is over texts, or passkeys. Writes choosing-<model>.csv after
-every text, and keeps rows of other lengths and ways.
+every text, and keeps rows of other lengths and ways. Beside it, choosing-<model>-windows.csv has the numbers of each
+text and passkey: the same command at the same commit resumes after them. At the end, the differences to the way that
+ships are shown with 95 % intervals. `--only published` measures that way and the published ones.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from rpe3d.attention import attention
 from rpe3d.cli.arguments import size
 from rpe3d.config import ConfigError, choice
+from rpe3d.evaluate.paired import Difference, mean_difference, paired_shares
 from rpe3d.evaluate.tasks.retrieval import QUESTION as ASKED
 from rpe3d.evaluate.tasks.retrieval import make_passkey
 from rpe3d.evaluate.texts import Text, read_texts
@@ -45,7 +49,7 @@ from rpe3d.models.load import load
 from rpe3d.rotation import cos_sin, rotate
 from rpe3d.text import encode, opening
 from stamp import COLUMNS, stamp
-from ways import ALL, SUMMARIES, WAYS, Way
+from ways import ALL, PUBLISHED, SHIPS, SUMMARIES, WAYS, Way, nsa, representatives, spans, votes_for_keys
 
 TEXT, COPY, SHOWN = 512, 160, 24  # tokens of text, of a passage, and of a passage before its nats count
 NEEDLES, PASSAGES, SPREAD = (0.08, 0.25, 0.42, 0.59), (0.03, 0.17, 0.34), 0.02  # places, as parts of the prefix
@@ -64,6 +68,9 @@ DIFFERENCES = tuple(f"{kind}_{what}" for kind in KINDS for what in ("diff", "se"
 NUMBERS = ("model", "length", "way", "texts", *(f"{kind}_nats" for kind in KINDS), "found", "needles")
 PASSKEYS = ("passkeys", "passkeys_told", "passkeys_all", "passkeys_n")  # answered; their digits; by all keys; of
 FIELDS = (*COLUMNS, *NUMBERS, *DIFFERENCES, "found_all", "prefix", *PASSKEYS)
+COUNTS = ("found", "passkeys", "told")
+ORIGIN = (*COLUMNS, "model", "length", "prefix")
+EACH = (*ORIGIN, "excerpt", "way", *KINDS, *COUNTS)  # of a text or a passkey under a way
 
 
 class Study:
@@ -77,6 +84,9 @@ class Study:
     start: int  # tokens of the prefix
     within: Tensor  # place of each token in its probe
     probe: Tensor  # number of the probe of each token
+    watched: bool = False  # whether `received` is kept, which costs another pass over the near keys of a prefix
+    reading: bool = False  # whether what is read is the prefix
+    received: dict[int, Tensor]  # by layer: attention that each key got from near queries of the prefix [g, n, s]
 
     def __init__(self, model: Any, law: Law) -> None:
         self.model = model
@@ -92,6 +102,7 @@ class Study:
         if len(prefix) < self.law.window + self.law.chunk:
             raise ConfigError(f"no key of {len(prefix)} tokens is far for all probes", "raise --length")
         self.way, self.start, self.cache = way, 0, DynamicCache(config=self.model.config)
+        self.received, self.reading = {}, True
         device = self.model.device
         with torch.no_grad():
             for piece in torch.tensor([prefix], device=device).split(self.law.chunk if way else PIECE, dim=1):
@@ -100,6 +111,7 @@ class Study:
                 places = {"position_ids": (self.start + self.within)[None], "past_key_values": self.cache}
                 self.model(piece, use_cache=True, logits_to_keep=1, **places)
                 self.start += piece.shape[1]
+        self.reading = False
 
     def nats(self, probes: Sequence[Sequence[int]], way: Way) -> list[tuple[Tensor, Tensor]]:
         """Return the nats of each probe's tokens but the first, and whether each was the most likely token."""
@@ -124,41 +136,66 @@ class Study:
         return [(nats[part], hit[part]) for part in parts]
 
     def attend(
-        self, _: Any, q: Tensor, k: Tensor, v: Tensor, __: Any, scaling: float, **___: Any
+        self, layer: Any, q: Tensor, k: Tensor, v: Tensor, _: Any, scaling: float, **__: Any
     ) -> tuple[Tensor, None]:
         """Serve a layer of the model, whose q and k are rotated by stock RoPE."""
+        grouped = scaling * q[0].float().unflatten(0, (k.shape[1], -1))
         if self.way is None:
-            out, _ = attention(q, k, v, self.law, rotated=True, scale=scaling)
+            out, log = attention(q, k, v, self.law, rotated=True, scale=scaling)
         else:  # in float32: scores reach 35 000 in Qwen2.5's first layer, where bfloat16 would be 256 apart
-            grouped = q[0].float().unflatten(0, (k.shape[1], -1))
-            out = self.look(self.way, scaling * grouped, k[0].float(), v[0].float()).flatten(0, 1)[None].to(q.dtype)
+            received = self.received.get(layer.layer_idx)
+            found, total = self.look(self.way, grouped, k[0].float(), v[0].float(), received)
+            out, log = found.flatten(0, 1)[None].to(q.dtype), total.flatten(0, 1)[None]
+        if self.reading and self.watched:
+            self.watch(layer.layer_idx, grouped, k[0].float(), log[0].float().unflatten(0, (k.shape[1], -1)))
         return out.transpose(1, 2), None
 
-    def look(self, way: Way, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return attention of the probes [g, n, t, d] to near keys and to the far blocks they choose."""
+    def watch(self, layer: int, q: Tensor, k: Tensor, log: Tensor) -> None:
+        """Add the weight that queries [g, n, t, d] of the prefix give each key of their window; `log` of their rows."""
+        keys, chunk = torch.arange(k.shape[1], device=k.device), self.law.chunk
+        known = self.received.get(layer, q.new_zeros(*q.shape[:2], 0))
+        got = torch.nn.functional.pad(known, (0, k.shape[1] - known.shape[2]))
+        for begin in range(0, q.shape[2], chunk):  # pieces begin with a chunk
+            rows = slice(begin, begin + chunk)
+            position = self.start + self.within[rows]
+            first = max(0, int(position[0]) // chunk - self.law.near_chunks) * chunk
+            near = slice(first, int(position[-1]) + 1)
+            scores = torch.einsum("gntd,gsd->gnts", q[:, :, rows], k[:, near]) - log[:, :, rows, None]
+            got[..., near] += scores.masked_fill_(keys[near] > position[:, None], -torch.inf).exp_().sum(2)
+        self.received[layer] = got
+
+    def look(self, way: Way, q: Tensor, k: Tensor, v: Tensor, received: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return attention of the probes [g, n, t, d] to near keys and far blocks that they choose, and its log-sum."""
         position, start, chunk = self.start + self.within, self.start, self.law.chunk
         edge = (position[:, None] // chunk - self.law.near_chunks).clamp(min=0) * chunk  # keys before it are far
         first, last = int(edge.min()), int(edge.max())
         place = torch.cat([torch.arange(first, start, device=q.device), position])
         mine = torch.cat([place.new_ones(len(self.probe), start - first), self.probe == self.probe[:, None]], 1).bool()
         seen = mine & (place <= position[:, None]) & (place >= edge)
-        near = torch.einsum("gntd,gsd->gnts", q, k[:, first:]).masked_fill(~seen, -torch.inf)
-        near_log = near.logsumexp(-1)
-        near_out = torch.einsum("gnts,gse->gnte", near.softmax(-1), v[:, first:])
+        near_out, near_log = attend_seen(q, k[:, first:], v[:, first:], seen[None, None])
         if not last:
-            return near_out
+            return near_out, near_log
 
         region, keys = self.law.regions[-1], torch.arange(last, device=q.device)
         fade = region.fade if way.faded else None
         sharpness = 1.0 if fade is None else fade.sharpness(position).float()[:, None]
         far_q, far_k = self.turned(q, position, region.query), self.turned(k[:, :last], keys, region.key)
         picked = (keys[:: way.block] < edge)[None]
-        if way.summary:
+        if way.summary == "spans":
+            visible = self.spans(way, q, k[:, :last], keys < edge)[None, None]
+        elif way.summary:
             if way.unrotated:
                 scored = self.turned(q, position, BARE), self.turned(k[:, :last], keys, BARE)
             else:
                 scored = far_q, far_k
-            if way.aim is None:
+            if way.summary == "nsa":
+                blocks = torch.einsum("gntd,gmd->gntm", far_q, far_k.unflatten(1, (-1, way.block)).mean(2))
+                votes = nsa(
+                    blocks.masked_fill(~picked[0], -torch.inf), self.near_blocks(way, q, k[:, first:], seen, place)
+                )
+            elif way.summary == "representatives":
+                votes = self.represented(way, q, k[:, :last], received).repeat(k.shape[0], 1, 1)
+            elif way.aim is None:
                 votes = self.votes(way, *scored, near_log, sharpness, picked[0])
             else:
                 votes = self.aimed(way, q, k, picked[0])
@@ -169,15 +206,47 @@ class Study:
                 votes = self.aimed(replace(way, aim=math.inf), q, k, picked[0])
                 best |= self.first_and_best(way, votes.masked_fill(~picked, -torch.inf), way.part)
             picked = picked & best
-        visible = picked[:, None].repeat_interleave(way.block, -1)
-        far = (torch.einsum("gntd,gsd->gnts", far_q, far_k) * sharpness).masked_fill(~visible, -torch.inf)
-        far_log = far.logsumexp(-1)
-        far_out = torch.einsum("gnts,gse->gnte", far.softmax(-1), v[:, :last])
+        if way.summary != "spans":
+            visible = picked[:, None].repeat_interleave(way.block, -1)
+        far_out, far_log = attend_seen(far_q * sharpness, far_k, v[:, :last], visible)
         if fade is not None:  # as rpe3d.attention.reference has it
             eased, loss = fade.shift(position).float()
             far_log = far_log - eased * far_log - loss
         share = torch.sigmoid(far_log - near_log)[..., None]
-        return (1 - share) * near_out + share * far_out
+        return (1 - share) * near_out + share * far_out, torch.logaddexp(near_log, far_log)
+
+    def near_blocks(self, way: Way, q: Tensor, k: Tensor, seen: Tensor, place: Tensor) -> Tensor:
+        """Return the log-sum-exp [g, n, t] of q · mean key over the complete near blocks that a query sees."""
+        near = torch.einsum("gntd,gsd->gnts", q, k)
+        index = (place - place.min()) // way.block
+        blocks = int(index.max()) + 1
+        sums = near.new_zeros(*near.shape[:3], blocks).index_add(3, index, near.masked_fill(~seen, 0.0))
+        count = sums.new_zeros(len(seen), blocks).index_add(1, index, seen.float())
+        return (sums / way.block).masked_fill(count < way.block, -torch.inf).logsumexp(-1)
+
+    def represented(self, way: Way, q: Tensor, k: Tensor, received: Tensor | None) -> Tensor:
+        """Return the score [t, m] of far blocks by the keys at which the queries of the prefix looked."""
+        if received is None:
+            raise ConfigError(f"{way.name}: nothing watched the prefix", "set `watched` before `read`")
+        keys, chunk = torch.arange(k.shape[1], device=k.device), self.law.chunk
+        looked = (keys // chunk + self.law.near_chunks + 1) * chunk - keys  # queries in whose window a key was
+        mean = (received[..., : len(keys)] / looked).unflatten(2, (-1, way.block))
+        distant = self.turned(q, self.start + self.within, Turn(stride=0.0, start=float(self.law.window)))
+        return representatives(distant, self.turned(k, keys, BARE).unflatten(1, (-1, way.block)), mean, top=way.top)
+
+    def spans(self, way: Way, q: Tensor, k: Tensor, far: Tensor) -> Tensor:
+        """Return which far keys [t, s] are seen: the first, and spans around those that a probe's queries vote for."""
+        most, always = self.most_and_always(way, 1.0)
+        keys = torch.arange(k.shape[1], device=k.device)
+        first = keys < always * way.block
+        candidate = far & ~first
+        bare_q, bare_k = self.turned(q, self.start + self.within, BARE), self.turned(k, keys, BARE)
+        scores = torch.einsum("gntd,gsd->gnts", bare_q, bare_k).masked_fill_(~candidate, -torch.inf)
+        votes = votes_for_keys(scores, top=way.top)
+        for number in range(int(self.probe.max()) + 1):
+            mine = self.probe == number
+            votes[mine] = votes[mine].sum(0) if way.ahead else votes[mine].cumsum(0)
+        return far & (first | spans(votes * candidate, most=most - always, size=way.block))
 
     def votes(self, way: Way, q: Tensor, k: Tensor, near: Tensor, sharpness: Any, far: Tensor) -> Tensor:
         """Return the logarithm of each block's share [g, t, m], as the heads of a key head see it together."""
@@ -243,10 +312,15 @@ class Study:
 
     def first_and_best(self, way: Way, votes: Tensor, part: float) -> Tensor:
         """Return which blocks are chosen [g, t, m]: the first, and those with the most votes; `part` of all."""
-        most = max(1, int(part * way.keys * (self.law.reach // 2)) // way.block)
-        votes[..., : Choice(most=most, size=way.block, first=way.first).always] = torch.inf
+        most, always = self.most_and_always(way, part)
+        votes[..., :always] = torch.inf
         best = votes.topk(min(most, votes.shape[-1]), -1).indices
         return torch.zeros_like(votes, dtype=torch.bool).scatter(-1, best, True)
+
+    def most_and_always(self, way: Way, part: float) -> tuple[int, int]:
+        """Return how many blocks a query may choose, `part` of all, and how many of them are always the first."""
+        most = max(1, int(part * way.keys * (self.law.reach // 2)) // way.block)
+        return most, Choice(most=most, size=way.block, first=way.first).always
 
     def turned(self, x: Tensor, position: Tensor, turn: Turn) -> Tensor:
         """Turn vectors [..., t, d] that stock RoPE has rotated to where `turn` wants them."""
@@ -257,6 +331,18 @@ class Study:
     def earlier(self, x: Tensor, steps: int, missing: float) -> Tensor:
         """Return rows of `x` [..., t, *] from `steps` tokens earlier in the same probe, or `missing`."""
         return torch.where((self.within >= steps)[:, None], x.roll(steps, -2), missing)
+
+
+def attend_seen(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+    """Return attention of q [g, n, t, d] to the keys [g, s, d] that are seen [*, *, t, s], and its log-sum-exp."""
+    if q.device.type == "cpu":  # a third of the time of the lines below
+        many = q.shape[1]
+        mask = q.new_zeros(seen.shape).masked_fill_(~seen, -torch.inf)
+        k, v = (x[:, None].expand(-1, many, -1, -1) for x in (k, v))
+        out, log = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask, scale=1.0)
+        return out, log
+    scores = torch.einsum("gntd,gsd->gnts", q, k).masked_fill_(~seen, -torch.inf)
+    return torch.einsum("gnts,gse->gnte", scores.softmax(-1), v), scores.logsumexp(-1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,7 +394,7 @@ def measure(study: Study, probes: Sequence[Probe], way: Way) -> dict[str, float]
     `told`: passkeys whose digits were found, also where the model would rather have begun with another word.
     """
     nats: dict[str, list[float]] = {}
-    counts = dict.fromkeys(("found", "passkeys", "told"), 0)
+    counts = dict.fromkeys(COUNTS, 0)
     for probe, (each, hit) in zip(probes, study.nats([probe.ids for probe in probes], way), strict=True):
         nats.setdefault(probe.kind, []).append(float(each[probe.skip - 1 :].mean()))
         counts["found"] += probe.kind == "needle" and bool(hit[probe.skip - 1 :].all())
@@ -352,6 +438,48 @@ def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         writer.writerows([*kept, *rows])
 
 
+def read_each(path: Path, origin: Mapping[str, str]) -> dict[tuple[str, str], dict[str, float]]:
+    """Return the numbers that this command has already measured, by excerpt and way."""
+    if not path.exists():
+        return {}
+    with path.open(newline="") as file:
+        mine = [one for one in csv.DictReader(file) if all(one[name] == origin[name] for name in ORIGIN)]
+    return {
+        (one["excerpt"], one["way"]): {kind: float(one[kind]) for kind in KINDS if one[kind]}
+        | {name: int(one[name]) for name in COUNTS}
+        for one in mine
+    }
+
+
+def append(path: Path, numbers: Mapping[str, Any]) -> None:
+    """Add the numbers of an excerpt under a way to a CSV."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, EACH, lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerow(numbers)
+
+
+def differences(mine: Sequence[Mapping[str, float]], base: Sequence[Mapping[str, float]]) -> dict[str, Difference]:
+    """Return how much more nats of each kind a way has than another on the same excerpts, and the share of passkeys."""
+    made: dict[str, Difference] = {}
+    for kind in KINDS:
+        pairs = [a[kind] - b[kind] for a, b in zip(mine, base, strict=True) if kind in a]
+        made |= {kind: mean_difference(pairs)} if pairs else {}
+    answered = [a["passkeys"] - b["passkeys"] for a, b in zip(mine, base, strict=True) if "passkey" in a]
+    return made | ({"answered": paired_shares(answered)} if answered else {})
+
+
+def show_differences(results: Mapping[str, Sequence[Mapping[str, float]]], against: str) -> None:
+    print(f"\nless {against}, with 95 % intervals")
+    for label, mine in results.items():
+        for kind, found in differences(mine, results[against]).items():
+            bounds = "" if found.low is None or found.high is None else f" ({found.low:+.4f} .. {found.high:+.4f})"
+            print(f"{label:50} {kind:>8} {found.mean:+8.4f}{bounds} of {found.n}")
+
+
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
     shown = [kind for kind in KINDS if f"{kind}_nats" in rows[0]]
     print(f"\n{'way':42}" + "".join(f" {kind:>8} {'diff':>8} {'± se':>7}" for kind in shown) + " found")
@@ -374,15 +502,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for the CSV")
     parser.add_argument("--only", default=",".join(WAYS), help="ways to measure, with commas between; default all")
     given = parser.parse_args()
-    chosen = {ALL.name: ALL} | {name: WAYS[choice("way", name, WAYS)] for name in given.only.split(",")}
+    names = [way.name for way in (SHIPS, *PUBLISHED)] if given.only == "published" else given.only.split(",")
+    chosen = {ALL.name: ALL} | {name: WAYS[choice("way", name, WAYS)] for name in names}
     if not given.text and given.passkeys < 1:
         raise ConfigError("there is nothing to read", "give --text or --passkeys")
     texts = read_texts(given.text) if given.text else []
     loaded = load(given.model)
     model: Any = loaded.model
     name = Path(loaded.source).name.removesuffix(".gguf")
-    known = facts(model)
-    law: Any = make_law("3d-rpe", context=max(known["pretrained"], given.length + 2 * TEXT), **known)
+    shape = facts(model)
+    law: Any = make_law("3d-rpe", context=max(shape["pretrained"], given.length + 2 * TEXT), **shape)
     draw = random.Random(0)
     excerpts = [
         (text.name, *prefix_and_probes(loaded.tokenizer, text, given.length, law.window, draw)) for text in texts
@@ -396,19 +525,28 @@ def main() -> None:
     for path in (given.model, *map(str, given.text)):
         origin["recipe"] = origin["recipe"].replace(f" {path}", f" {Path(path).name}")
     study = Study(model, law)
+    study.watched = any(way.summary == "representatives" for way in chosen.values())
+    path = given.out / f"choosing-{name}-windows.csv"
+    known = read_each(path, origin)
     results: dict[str, list[dict[str, float]]] = {way: [] for way in chosen}
     rows: list[dict[str, Any]] = []
     for title, prefix, probes in excerpts:
-        for label, way in chosen.items():
-            if label == ALL.name:  # the first of them
-                study.read(prefix)
-            elif given.through:
-                study.read(prefix, way)
-            results[label].append(measure(study, probes, way))
+        missing = {label: way for label, way in chosen.items() if (title, label) not in known}
+        if missing and not given.through:
+            study.read(prefix)
+        for label, way in missing.items():
+            if given.through:
+                study.read(prefix, None if label == ALL.name else way)
+            known[title, label] = measure(study, probes, way)
+            append(path, origin | {"excerpt": title, "way": label} | known[title, label])
+        for label in chosen:
+            results[label].append(known[title, label])
         rows = [origin | row(label, mine, results[ALL.name]) for label, mine in results.items()]
         write(given.out / f"choosing-{name}.csv", rows)
         print(f"read {title}", file=sys.stderr, flush=True)
     show(rows)
+    if SHIPS.name in results:
+        show_differences(results, SHIPS.name)
 
 
 if __name__ == "__main__":

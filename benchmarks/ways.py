@@ -1,4 +1,8 @@
-"""Ways of choosing far blocks of keys, as values: how a block is summarised, who votes, what other evidence counts."""
+"""Ways of choosing far blocks of keys, as values: how a block is summarised, who votes, what other evidence counts.
+
+Four are published: Quest (`bounds`), NSA, InfLLM (`representatives`) and ReAttention (`spans`). `PUBLISHED` gives each
+the number of far keys, the first keys and the positions of the way that ships, so that they differ in the choice alone.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,8 @@ class Way:
     summary: str = ""  # of SUMMARIES: how a block is scored
     block: int = 32  # keys in a block
     vote: str = "max"  # of the heads of a key head: `max` or `mean` share, or `near`: the most against the near keys
+    top: int = 4  # `spans`: keys that each head of a query votes for; `representatives`: keys that stand for a block
+    ahead: bool = False  # `spans`: also count votes of later queries of the probe, as the authors do, which leaks
     keys: float = 1.0  # far keys chosen, as a part of half of the law's reach; 0: the first block alone
     agree: int = 1  # queries whose shares are added up: this one and earlier ones of its probe
     pool: int = 1  # queries that are added up before they score
@@ -39,6 +45,8 @@ class Way:
         """Return what the CSV calls it: the summary and whatever is not the default."""
         said = {
             f"vote {self.vote}": self.vote != "max",
+            f"top {self.top}": self.top != 4,
+            "ahead": self.ahead,
             f"keys x{self.keys:g}": self.keys not in (0, 1),
             f"agree {self.agree}": self.agree > 1,
             f"pool {self.pool}": self.pool > 1,
@@ -59,12 +67,21 @@ class Way:
 
 
 LEADS = ((4, 16), (8, 16), (8, 24), (12, 24), (16, 32))
+SHIPS = Way(summary="mean", block=16, aim=1.0, lead=8, wide=24, first=128)  # `far=K` of the law
+PUBLISHED = (
+    Way(summary="bounds", block=16, first=128),  # Quest, with its pages of 16 keys
+    Way(summary="nsa", block=16, first=128),
+    Way(summary="representatives", block=128, first=128),  # InfLLM: its blocks, representatives and first keys
+    Way(summary="representatives", block=16, first=128),
+    Way(summary="spans", block=32, first=128),  # ReAttention
+    Way(summary="spans", block=32, ahead=True, first=128),
+)
 
 
 def ways() -> dict[str, Way]:
     """Return every way that taught something, by its name."""
     made = [Way(faded=True), Way(), Way(summary="mean", block=16, keys=0.0)]
-    made += [Way(summary=summary) for summary in SUMMARIES]
+    made += [*PUBLISHED, *(Way(summary=summary) for summary in SUMMARIES)]
     made += [Way(summary="mean", block=block) for block in (8, 16, 64)]
     made += [Way(summary="sub4", block=block) for block in (16, 64)]
     made += [Way(summary="max", block=block) for block in (16, 64, 128)]
@@ -137,6 +154,58 @@ def low_rank(q: Tensor, k: Tensor, *, rank: int) -> Tensor:
     flat = centred.flatten(1, 2)
     basis = torch.linalg.eigh(flat.mT @ flat).eigenvectors[..., -rank:]
     return largest(q @ basis, centred @ basis[:, None])
+
+
+# Published ways whose scores are more than a product of a query and a block. n heads of each key head, t queries.
+def nsa(far: Tensor, near: Tensor) -> Tensor:
+    """Return the logarithm of each far block's importance [g, t, m] (NSA, arXiv 2502.11089, eqs. 8 to 10).
+
+    p = softmax(q · compressed keys) over all complete blocks, near ones included, summed over the heads of a key head.
+    `far` [g, n, t, m] are the scores of far blocks, `near` [g, n, t] the log-sum-exp of those of near ones. NSA learns
+    its compression of overlapping blocks; untrained, a compressed key is the mean of the block that is chosen.
+    """
+    every = torch.logaddexp(far.logsumexp(-1), near)
+    return (far - every[..., None]).logsumexp(1)
+
+
+def representatives(q: Tensor, k: Tensor, received: Tensor, *, top: int) -> Tensor:
+    """Return the score of each block [t, m] for a whole layer (InfLLM, arXiv 2402.04617, section 3.2).
+
+    The `top` keys of a block that received most attention from local queries [g, n, m, B] stand for it, others for each
+    head. A block scores the sum of q · k over them and over all heads, so a layer makes one choice. As in the authors'
+    code, queries [g, n, t, d] all stand at the window's distance, and keys [g, m, B, d] have no positions. The authors
+    take the mean query of up to 512 while they read a prompt; here every query chooses for itself, as when they decode.
+    """
+    best = received.topk(top, -1).indices[..., None]
+    chosen = k[:, None].take_along_dim(best, 3).sum(3)
+    return torch.einsum("gntd,gnmd->tm", q, chosen)
+
+
+def votes_for_keys(scores: Tensor, *, top: int) -> Tensor:
+    """Return how many heads of a layer have each key among their `top` best [t, s] (ReAttention, arXiv 2407.15176).
+
+    Scores [g, n, t, s] are q · k without positions, -inf where a key is no candidate. The authors add up votes of 512
+    queries and show all of them what won, so that a token sees what later ones asked for; see `Way.ahead`.
+    """
+    best = scores.topk(top, -1)
+    voted = best.values.isfinite().long().permute(2, 0, 1, 3).flatten(1)
+    none = torch.zeros(scores.shape[2:], dtype=torch.long, device=scores.device)
+    return none.scatter_add(1, best.indices.permute(2, 0, 1, 3).flatten(1), voted)
+
+
+def spans(votes: Tensor, *, most: int, size: int) -> Tensor:
+    """Return which keys lie in spans of `size` keys around the `most` keys with the most votes [t, s] (ReAttention).
+
+    Of two with as many votes the nearer, which the authors leave to their sort. Spans that overlap hold fewer keys.
+    """
+    keys = votes.shape[1]
+    rank = votes * keys + torch.arange(keys, device=votes.device)
+    best = rank.topk(min(most, keys), -1).indices
+    centres = torch.zeros_like(votes).scatter(1, best, (votes.gather(1, best) > 0).long())
+    before = torch.nn.functional.pad(centres.cumsum(1), (1, 0))
+    place = torch.arange(keys, device=votes.device)
+    first, last = place - (size - 1) // 2, place + size // 2  # a centre c has the keys c - size / 2 .. c + size / 2 - 1
+    return before[:, (last + 1).clamp(max=keys)] > before[:, first.clamp(min=0)]
 
 
 SUMMARIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

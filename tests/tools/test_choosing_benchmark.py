@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import random
 import sys
+from collections import Counter
 from dataclasses import replace
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,6 +62,7 @@ def law():
 @pytest.fixture
 def study(choosing, law):
     made = choosing.Study(tiny(512), law)
+    made.watched = True
     made.read(drawn(1, PREFIX))
     return made
 
@@ -118,12 +121,13 @@ def test_a_prefix_read_under_a_way_is_read_as_the_law_reads_it(choosing, law, st
 
 
 def test_as_many_blocks_as_there_are_is_every_key(choosing, study):
-    """Bit for bit, whatever the way: the choice is made, and leaves nothing out."""
+    """Bit for bit, whatever the way: the choice is made, and leaves nothing out. In spans, heads vote for more keys."""
     every = {faded: nats(study, choosing.Way(faded=faded)) for faded in (False, True)}
     assert not torch.equal(every[False], every[True])
     for name, way in choosing.WAYS.items():
         if way.summary:
-            assert torch.equal(nats(study, replace(way, keys=1000.0)), every[way.faded]), name
+            most = replace(way, keys=1000.0, top=100 if way.summary == "spans" else way.top)
+            assert torch.equal(nats(study, most), every[way.faded]), name
 
 
 def test_ways_differ_from_every_key_and_from_each_other(choosing, study):
@@ -142,6 +146,9 @@ def test_ways_differ_from_every_key_and_from_each_other(choosing, study):
         "sub4 of 32 + witness z 2",
         "mean of 16 + aim 1.0 + lead 8 of 24",
         "mean of 16 + aim 1.0 + part 0.25 alone + lead 8 of 24",
+        "nsa of 16 + first 128",
+        "representatives of 128 + first 128",
+        "spans of 32 + first 128",
     ],
 )
 def test_no_token_depends_on_a_later_one(choosing, study, name):
@@ -155,6 +162,190 @@ def test_no_token_depends_on_a_later_one(choosing, study, name):
     assert torch.equal(before[1][:29], after[1][:29])
     assert torch.equal(before[2], after[2])
     assert not torch.equal(before[1][30:], after[1][30:])
+
+
+class Slow:
+    """Published ways, written apart: query by query in float64, rotations as complex numbers, sets of keys.
+
+    Made of the queries that read the prefix, and of queries, keys and values of the probes (scaled, rotated by RoPE).
+    The law has chunks and windows of 128 and blocks of 256 far keys.
+    """
+
+    def __init__(self, study, prefix, q, k, v):
+        self.law, self.start = study.law, study.start
+        self.theta = study.law.frequencies()
+        self.position, self.probe = (study.start + study.within).tolist(), study.probe.tolist()
+        self.place = [*range(self.start), *self.position]
+        self.prefix, self.q, self.k, self.v = self.plain(prefix, range(self.start)), self.plain(q), self.plain(k), v
+
+    def plain(self, x, places=None):
+        """Return vectors [heads, tokens, pairs] without positions."""
+        x = x.double().reshape(-1, *x.shape[-2:])
+        first, second = x.chunk(2, -1)
+        return self.turned(torch.complex(first, second), [-p for p in places or self.place[-x.shape[1] :]])
+
+    def turned(self, x, places):
+        return x * torch.exp(1j * torch.tensor(places, dtype=torch.float64)[:, None] * self.theta)
+
+    def scores(self, q, at, keys, places):
+        """Return q · k of one query at a position and keys at theirs."""
+        return (self.turned(q[None], [at]) * self.turned(keys, places).conj()).sum(-1).real
+
+    def edge(self, position):
+        return max(0, position // 128 - 1) * 128
+
+    def near(self, head, i):
+        """Return the near keys of token i of the probes and its scores of them."""
+        p = self.position[i]
+        mine = [*range(self.edge(p), self.start)]
+        mine += [self.start + j for j in range(i + 1) if self.probe[j] == self.probe[i] and self.position[j] <= p]
+        assert all(self.edge(p) <= self.place[j] for j in mine)
+        return mine, self.scores(self.q[head, i], p, self.k[head // 2, mine], [self.place[j] for j in mine])
+
+    def far(self, q, head, p):
+        """Return the scores of all far keys of a query at position p, under bounded positions."""
+        region, keys = self.law.regions[-1], torch.arange(self.edge(p))
+        at = float(region.query.position(torch.tensor(p)))
+        return self.scores(q, at, self.k[head // 2, : len(keys)], region.key.position(keys).tolist())
+
+    def best(self, score, size):
+        """Return the keys of the first blocks and of the best ones: 256 keys."""
+        most = 256 // size
+        always = [*range(max(1, min(128 // size, most // 8)))]
+        order = sorted(range(len(always), len(score)), key=lambda block: -float(score[block]))
+        chosen = always + order[: most - len(always)]
+        return {key for block in chosen for key in range(block * size, (block + 1) * size)}
+
+    def bounds(self, i, size):
+        """Quest: the least and the most of each component of a page's keys; of a key head the most certain head."""
+        p, chosen = self.position[i], []
+        region, keys = self.law.regions[-1], torch.arange(self.edge(self.position[i]))
+        for key_head in range(2):
+            shares = []
+            for head in (2 * key_head, 2 * key_head + 1):
+                q = self.turned(self.q[head, i][None], [float(region.query.position(torch.tensor(p)))])[0]
+                k = self.turned(self.k[key_head, : len(keys)], region.key.position(keys).tolist())
+                q, k = torch.cat([q.real, q.imag]), torch.cat([k.real, k.imag], -1)
+                pages = [torch.maximum(q * page.amin(0), q * page.amax(0)).sum() for page in k.split(size)]
+                shares.append(torch.stack(pages).softmax(0))
+            chosen.append(self.best(torch.maximum(*shares), size))
+        return chosen
+
+    def nsa(self, i, size):
+        """Softmax over the mean scores of all complete blocks, far and near; its sum over the heads of a key head."""
+        p, chosen = self.position[i], []
+        for key_head in range(2):
+            importance = 0
+            for head in (2 * key_head, 2 * key_head + 1):
+                far = self.far(self.q[head, i], head, p).reshape(-1, size).mean(1)
+                near = self.near(head, i)[1]
+                whole = near[: len(near) // size * size].reshape(-1, size).mean(1)
+                importance = importance + torch.cat([far, whole]).softmax(0)[: len(far)]
+            chosen.append(self.best(importance, size))
+        return chosen
+
+    def representatives(self, i, size, count=4):
+        """InfLLM: the keys of a block that got the most attention while they were near; one choice for all heads."""
+        p, total = self.position[i], 0
+        for head in range(4):
+            got = self.received(head)
+            q = self.turned(self.q[head, i][None], [128])[0]
+            score = []
+            for block in range(self.edge(p) // size):
+                keys = sorted(range(block * size, (block + 1) * size), key=lambda key: -float(got[key]))[:count]
+                score.append((q * self.k[head // 2, keys].conj()).real.sum())
+            total = total + torch.stack(score)
+        return [self.best(total, size)] * 2
+
+    @cache  # noqa: B019
+    def received(self, head):
+        """Return the mean weight of each key in the rows of the queries that have it in their window."""
+        got, times = torch.zeros(self.start), torch.zeros(self.start)
+        for p in range(self.start):
+            first = self.edge(p)
+            near = self.scores(self.prefix[head, p], p, self.k[head // 2, first : p + 1], range(first, p + 1))
+            weight = torch.cat([near, self.far(self.prefix[head, p], head, p)]).softmax(0)
+            got[first : p + 1] += weight[: len(near)]
+            times[first : p + 1] += 1
+        return got / times
+
+    def spans(self, i, size, ahead=False):
+        """ReAttention: spans around the keys that most heads of the probe's queries have among their best four."""
+        votes = Counter()
+        for j in range(len(self.position)):
+            if self.probe[j] == self.probe[i] and (ahead or j <= i):
+                for head in range(4):
+                    last = self.edge(self.position[j])
+                    score = self.scores(self.q[head, j], 0, self.k[head // 2, size:last], [0] * (last - size))
+                    votes.update((score.topk(4).indices + size).tolist())
+        edge = self.edge(self.position[i])
+        most = sorted((key for key in votes if key < edge), key=lambda key: (votes[key], key))[-(256 // size - 1) :]
+        around = {key for centre in most for key in range(centre - size // 2, centre + size // 2)}
+        return [({*range(size)} | around) & {*range(edge)}] * 2
+
+    def attend(self, i, far_keys):
+        """Return the output of every head for token i, with these far keys of each key head."""
+        out = []
+        for head in range(4):
+            keys, near = self.near(head, i)
+            chosen = sorted(far_keys[head // 2])
+            far = self.far(self.q[head, i], head, self.position[i])[chosen]
+            weight = torch.cat([near, far]).softmax(0)
+            out.append(weight @ self.v[head // 2, keys + chosen].double())
+        return torch.stack(out)
+
+
+@pytest.mark.parametrize(
+    ("name", "choose"),
+    [
+        ("bounds of 16 + first 128", lambda slow, i: slow.bounds(i, 16)),
+        ("nsa of 16 + first 128", lambda slow, i: slow.nsa(i, 16)),
+        ("representatives of 128 + first 128", lambda slow, i: slow.representatives(i, 128)),
+        ("representatives of 16 + first 128", lambda slow, i: slow.representatives(i, 16)),
+        ("spans of 32 + first 128", lambda slow, i: slow.spans(i, 32)),
+        ("spans of 32 + ahead + first 128", lambda slow, i: slow.spans(i, 32, ahead=True)),
+    ],
+)
+def test_a_published_way_attends_to_what_its_formula_chooses(choosing, monkeypatch, name, choose):
+    """Quest, NSA, InfLLM and ReAttention against `Slow`, in the second layer: in the first, equal tokens tie."""
+    law = make_law("3d-rpe", context=2048, chunk=128, window=128, reach=512, focus=0, fade=0, **facts(tiny(512)))
+    study = choosing.Study(tiny(512), law)
+    study.watched, given = True, []
+
+    def spied(method):
+        def call(*arguments):
+            given.append((arguments, method(*arguments)))
+            return given[-1][1]
+
+        return call
+
+    monkeypatch.setattr(study, "watch", spied(study.watch))
+    monkeypatch.setattr(study, "look", spied(study.look))
+    study.read(drawn(1, PREFIX))
+    study.nats(probes(), choosing.WAYS[name])
+    _, ((_, prefix, *_), _), _, ((_, q, k, v, _), (out, _)) = given
+    slow = Slow(study, prefix, q, k, v)
+    for i in (0, 1, 17, 63, 64, 89, 95, 129, 130, 199):  # of three probes; 64 and 194 are the first beyond 1024
+        want = slow.attend(i, choose(slow, i))
+        torch.testing.assert_close(out.flatten(0, 1)[:, i].double(), want, rtol=1e-4, atol=1e-5)
+
+
+def test_spans_that_count_later_queries_leak(choosing, study):
+    """What ReAttention does while it reads: with the end of a probe replaced, its first tokens are read differently."""
+    way = choosing.WAYS["spans of 32 + ahead + first 128"]
+    changed = probes()
+    changed[1][30:] = drawn(9, PROBES[1] - 30)
+    before, after = (study.nats(some, way)[1][0][:29] for some in (probes(), changed))
+    assert not torch.equal(before, after)
+
+
+def test_published_ways_may_see_as_many_keys_as_the_one_that_ships(choosing):
+    """2048 of SmolLM2's far keys, the first 128 among them; a key that is seen moves the output."""
+    law = make_law("3d-rpe", context=16384, **facts(tiny(8192)))
+    made = choosing.Study(tiny(8192), law)
+    for way in (choosing.SHIPS, *choosing.PUBLISHED):
+        most, always = made.most_and_always(way, 1.0)
+        assert (most * way.block, always * way.block) == (2048, 128), way.name
 
 
 @pytest.fixture
@@ -228,3 +419,23 @@ def test_what_cannot_be_measured_is_refused(bench, options, problem):
 def test_nothing_to_read_is_refused(bench):
     with pytest.raises(ConfigError, match="nothing to read"):
         bench("--length", "2k", texts=False)
+
+
+def test_the_same_command_resumes_and_shows_differences_to_the_way_that_ships(bench, choosing, monkeypatch, capsys):
+    options = ("--length", "2k", "--passkeys", "1", "--only", "published")
+    first = bench(*options)
+    shown = capsys.readouterr().out
+    assert f"less {choosing.SHIPS.name}, with 95 % intervals" in shown
+    assert {row["way"] for row in first} == {way.name for way in (choosing.ALL, choosing.SHIPS, *choosing.PUBLISHED)}
+    monkeypatch.setattr(choosing, "measure", None)  # nothing is measured again
+    assert bench(*options) == first
+    assert capsys.readouterr().out == shown
+
+
+def test_differences_are_paired_and_have_student_s_interval(choosing):
+    """By hand: 0.1, 0.2, 0.6 have mean 0.3 and deviation 0.2646; t of two degrees of freedom is 4.3027."""
+    base = [{"text": 1.0, "passkeys": 0}, {"text": 3.0, "passkeys": 0}, {"text": 2.0, "passkeys": 0}]
+    mine = [{"text": 1.1, "passkeys": 0}, {"text": 3.2, "passkeys": 0}, {"text": 2.6, "passkeys": 0}]
+    found = choosing.differences(mine, base)
+    assert set(found) == {"text"}
+    assert (found["text"].mean, found["text"].high) == pytest.approx((0.3, 0.3 + 4.3027 * 0.2646 / 3**0.5), abs=1e-3)
