@@ -183,7 +183,7 @@ def _written_kernel(
     """Keep what the keys written last make known of one key head of one sequence.
 
     Its new tokens are those from starts[b] on, and its last of lengths[b]. With CENTRE, the mean of the first keys of
-    a sequence that outgrows the pages which hold it; else the summaries of blocks, a block at a time, and as long as a
+    a sequence that fills the pages which hold it; else the summaries of blocks, a block at a time, and as long as a
     sequence has not outgrown those pages their part of the mean.
 
     Of two sequences that a server computes in one batch, the second may begin with pages of the first. It may then
@@ -200,8 +200,8 @@ def _written_kernel(
     one, two, rest, pairs, others = _halves(DIM, PAIRS, HALF, REST, INTERLEAVED)
     turn = tl.load(table + tl.arange(0, HALF)[None, :], mask=pairs, other=0.0)
     if CENTRE:
-        if (begin < EDGE) & (stop > EDGE):  # noqa: SIM102 (the second question reads what the first says is there)
-            if _is_written(slots, token + EDGE - begin, pages, EDGE, PAGE):
+        if (begin < EDGE) & (stop >= EDGE):  # noqa: SIM102 (the second question reads what the first says is there)
+            if _is_written(slots, token + EDGE - 1 - begin, pages, EDGE - 1, PAGE):
                 x, y, z = _mean(
                     k, k_p, k_s, pages, 0, FIRST, turn, scaling, one, two, rest, pairs, others,
                     HALF, REST, ROTATED, PAGE,
@@ -334,7 +334,7 @@ class Steps:
             found = self._updates[key] = self._bind(k, kept, sequences, programs)
         given = (k, *kept, pages, starts, lengths, slots, pages.stride(0), starts.stride(0), lengths.stride(0))
         centre, blocks = found
-        if most > 1:  # with one new token, no sequence begins before the edge of those pages and ends after it
+        if most > 1:  # with one new token each, none that begins with pages of another completes a block
             centre(*given)
         blocks(*given)
 
