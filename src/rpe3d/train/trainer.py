@@ -111,6 +111,13 @@ class LawTrainer(Trainer):  # type: ignore[misc]
             self.bad_loss = f"the loss is {loss.item()} at step {self.state.global_step + 1}, on {', '.join(names)}"
         return loss
 
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Hand on the number of tokens as a number: transformers 5.23 makes it a float, which FSDP rounds to 8 bits."""
+        count = kwargs.get("num_items_in_batch")
+        if isinstance(count, Tensor) and count.is_floating_point():
+            kwargs["num_items_in_batch"] = count.item()
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
     def check_step(self) -> None:
         """Refuse a step whose loss or gradient is not finite, in all processes together, before it is made."""
         problem, names = self.bad_loss, self.step_names
@@ -147,6 +154,8 @@ class LawTrainer(Trainer):  # type: ignore[misc]
         return self.writing_to or str(super()._get_output_dir(trial))
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if not self.args.should_save:  # from transformers 5.23 on, every process is asked
+            return
         target = Path(output_dir or self.args.output_dir)
         target.mkdir(parents=True, exist_ok=True)
         save_trained(self.accelerator.unwrap_model(self.model), target, state_dict)
