@@ -36,10 +36,12 @@ def assert_exact(x, made=None, **options):
     assert_gradients_as_good(x, solving(made), choosers=given, **options)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "options",
     [
+        {"dtype": torch.float32},
+        {"dtype": torch.float32, "h": 4, "g": 1},
+        {"dtype": torch.float32, "t": 50, "s": 203},
         {},
         {"h": 4, "g": 1},
         {"h": 6, "g": 1},
@@ -50,9 +52,9 @@ def assert_exact(x, made=None, **options):
         {"t": 77},
     ],
 )
-def test_gradients_are_as_good_as_the_eager_path_s(options, dtype, device):
+def test_gradients_are_as_good_as_the_eager_path_s(options, device):
     """Heads that choose together, one by one and more than a program has; batches; a prompt's end; nothing far."""
-    assert_exact(problem(law_for(), device, **{"dtype": dtype, "t": LONG} | options))
+    assert_exact(problem(law_for(), device, **{"dtype": torch.bfloat16, "t": LONG} | options))
 
 
 @pytest.mark.parametrize(

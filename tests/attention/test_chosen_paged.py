@@ -179,7 +179,7 @@ def test_sinks_of_the_model_take_their_share(device):
     server.check(text, sinks=torch.randn(4, device=device))
 
 
-@pytest.mark.parametrize("piece", [1, 7, 16, 50, 90])
+@pytest.mark.parametrize("piece", [1, 16, 50])
 def test_a_text_may_come_in_pieces(piece, device):
     """Blocks, and the pages that hold the mean of the first keys, are cut anywhere; then one token after another."""
     server = Server(law_for(), device)
@@ -212,9 +212,7 @@ def test_pages_that_were_another_texts_are_summarized_anew(device):
 LONG = {"chunk": 96, "window": 96, "reach": 256}
 
 
-@pytest.mark.parametrize(
-    ("changes", "upto"), [({}, 16), ({}, 48), ({}, 96), ({}, 112), (LONG, 48), (LONG, 80), (LONG, 96), (LONG, 144)]
-)
+@pytest.mark.parametrize(("changes", "upto"), [({}, 16), ({}, 48), ({}, 112), (LONG, 48), (LONG, 96), (LONG, 144)])
 def test_texts_that_begin_alike_share_pages(changes, upto, device):
     """Within the first keys (32 or 96), within the pages that hold their mean, and beyond.
 

@@ -139,6 +139,14 @@ def test_pages_that_no_forward_fills_are_refused_where_queries_choose(vllm):
         check_engine(given, chooses)
     given.kv_transfer_config.kv_connector_extra_config["any_summaries"] = True  # benchmarks/filled.py
     check_engine(given, chooses)
+    vllm_envs = sys.modules["vllm"].envs = SimpleNamespace(VLLM_KV_CACHE_LAYOUT="LHBNC")
+    with pytest.raises(ConfigError, match="VLLM_KV_CACHE_LAYOUT is LHBNC"):
+        check_engine(given, chooses)
+    vllm_envs.VLLM_KV_CACHE_LAYOUT = "LBNHC"
+    given.parallel_config.use_ubatching = True
+    check_engine(given, law())
+    with pytest.raises(ConfigError, match="micro-batches are not tested"):
+        check_engine(given, chooses)
 
 
 def test_a_window_that_is_not_used_is_no_window():

@@ -325,7 +325,7 @@ def test_a_published_way_attends_to_what_its_formula_chooses(choosing, monkeypat
     study.nats(probes(), choosing.WAYS[name])
     _, ((_, prefix, *_), _), _, ((_, q, k, v, _), (out, _)) = given
     slow = Slow(study, prefix, q, k, v)
-    for i in (0, 1, 17, 63, 64, 89, 95, 129, 130, 199):  # of three probes; 64 and 194 are the first beyond 1024
+    for i in (0, 17, 64, 95, 130, 199):  # of three probes; 64 and 194 are the first beyond 1024
         want = slow.attend(i, choose(slow, i))
         torch.testing.assert_close(out.flatten(0, 1)[:, i].double(), want, rtol=1e-4, atol=1e-5)
 

@@ -78,11 +78,8 @@ def check_engine(engine: Any, law: Law) -> None:
         )
     if engine.speculative_config is not None:
         raise ConfigError("speculative decoding is not tested under a law", "leave it out")
-    if law.chooses and engine.device_config.device_type != "cpu" and (connector := _connector(engine)):
-        raise ConfigError(
-            f"{connector} fills pages without a forward, which has to summarize them where queries choose far keys",
-            "leave --kv-transfer-config and --kv-offloading-size out, or take a law without `far`",
-        )
+    if law.chooses and engine.device_config.device_type != "cpu":
+        _check_pages(engine, getattr(vllm, "envs", None))
     invariant = getattr(getattr(vllm, "envs", None), "VLLM_BATCH_INVARIANT", False)
     if invariant and law.single_turn is None and law.needs_attention:
         raise ConfigError(
@@ -96,6 +93,21 @@ def check_engine(engine: Any, law: Law) -> None:
         )
     if max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1:
         raise ConfigError("context parallelism cuts a text into pieces, and a law needs it whole", "leave it out")
+
+
+def _check_pages(engine: Any, variables: Any) -> None:
+    """Refuse what pages with summaries of their blocks do not have, for a law that chooses far keys on a GPU."""
+    if connector := _connector(engine):
+        raise ConfigError(
+            f"{connector} fills pages without a forward, which has to summarize them where queries choose far keys",
+            "leave --kv-transfer-config and --kv-offloading-size out, or take a law without `far`",
+        )
+    if (layout := getattr(variables, "VLLM_KV_CACHE_LAYOUT", None)) in ("LHBNC", "BHLNC"):
+        raise ConfigError(
+            f"VLLM_KV_CACHE_LAYOUT is {layout}, whose pages have no room for summaries of far keys", "unset it"
+        )
+    if getattr(engine.parallel_config, "use_ubatching", False):
+        raise ConfigError("micro-batches are not tested where queries choose far keys", "leave --enable-dbo out")
 
 
 def _connector(engine: Any) -> str | None:
