@@ -44,11 +44,9 @@ def assert_exact(x, made=None, **options):
         {"dtype": torch.float32, "t": 50, "s": 203},
         {},
         {"h": 4, "g": 1},
-        {"h": 6, "g": 1},
         {"h": 10, "g": 1},
         {"h": 2, "g": 2},
         {"b": 2},
-        {"t": 50, "s": 203},
         {"t": 77},
     ],
 )

@@ -94,7 +94,7 @@ def grouped(monkeypatch):
 
 
 @pytest.mark.usefixtures("grouped")
-@pytest.mark.parametrize("far", [1, 3, 11])
+@pytest.mark.parametrize("far", [1, 11])
 @pytest.mark.parametrize("block", [4, 8, 16])
 def test_they_find_the_best_blocks_among_those_of_the_best_groups(block, far, device):
     """Eight, four or two blocks to a group, and more groups than a query chooses blocks."""
@@ -284,7 +284,7 @@ def test_what_is_kept_of_a_cache_is_checked_against_its_keys(device):
     changed[2][1, 0, 57] = other.k[1, 0, 57]
     plain = step(x.k, 200, None)
     blocks = law.regions[-1].unit // 16 * (199 // 32 - 2)
-    for k, s in ((x.k, 199), (x.k, 200), *((k, 200) for k in changed), (x.k, 140)):
+    for k, s in ((x.k, 199), (x.k, 200), *((k, 200) for k in changed), (x.k, 140), (x.k, 200)):
         fresh = Memory()
         assert torch.equal(step(k, s, memory), step(k, s, fresh))
         if s == 200:
@@ -370,7 +370,7 @@ def test_what_a_graph_has_captured_is_not_freed(device, monkeypatch):
 
 
 @pytest.mark.parametrize("most", [5, 40])
-@pytest.mark.parametrize("per_chunk", [1, 2, 12, 8, 32])
+@pytest.mark.parametrize("per_chunk", [1, 12, 8, 32])
 @pytest.mark.parametrize("kind", ["ties", "equal", "random", "rising", "highest"])
 def test_blocks_are_chosen_by_level_and_of_those_that_are_level_the_last(kind, per_chunk, most, device):
     """Whatever the levels, and however many blocks there are: sorting is the specification."""

@@ -162,7 +162,6 @@ def test_sequences_of_all_lengths_share_a_step(page, splits, device):
         ({"block": 32}, {"page": 32}),
         ({}, {"dtype": torch.bfloat16}),
         ({}, {"dtype": torch.float16, "apart": False}),
-        ({}, {"apart": False}),
     ],
 )
 def test_laws_heads_blocks_pages_and_types(changes, options, device):
@@ -179,7 +178,7 @@ def test_sinks_of_the_model_take_their_share(device):
     server.check(text, sinks=torch.randn(4, device=device))
 
 
-@pytest.mark.parametrize("piece", [1, 16, 50])
+@pytest.mark.parametrize("piece", [7, 50])
 def test_a_text_may_come_in_pieces(piece, device):
     """Blocks, and the pages that hold the mean of the first keys, are cut anywhere; then one token after another."""
     server = Server(law_for(), device)
