@@ -158,7 +158,7 @@ def low_rank(q: Tensor, k: Tensor, *, rank: int) -> Tensor:
 
 # Published ways whose scores are more than a product of a query and a block. n heads of each key head, t queries.
 def nsa(far: Tensor, near: Tensor) -> Tensor:
-    """Return the logarithm of each far block's importance [g, t, m] (NSA, arXiv 2502.11089, eqs. 8 to 10).
+    """Return the logarithm of each far block's importance [g, t, m] (NSA, arXiv 2502.11089).
 
     p = softmax(q · compressed keys) over all complete blocks, near ones included, summed over the heads of a key head.
     `far` [g, n, t, m] are the scores of far blocks, `near` [g, n, t] the log-sum-exp of those of near ones. NSA learns
@@ -169,7 +169,7 @@ def nsa(far: Tensor, near: Tensor) -> Tensor:
 
 
 def representatives(q: Tensor, k: Tensor, received: Tensor, *, top: int) -> Tensor:
-    """Return the score of each block [t, m] for a whole layer (InfLLM, arXiv 2402.04617, section 3.2).
+    """Return the score of each block [t, m] for a whole layer (InfLLM, arXiv 2402.04617).
 
     The `top` keys of a block that received most attention from local queries [g, n, m, B] stand for it, others for each
     head. A block scores the sum of q · k over them and over all heads, so a layer makes one choice. As in the authors'
