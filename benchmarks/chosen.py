@@ -67,8 +67,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "search in 128 registers": {"select.REGISTERS": 128},
     "search in 255 registers": {"select.REGISTERS": 255},
     "levels of 64 rows": {"select.ROWS": 64},
-    "twice the room": {"SHARES": (7 / 64, 23 / 64)},
-    "half the room": {"SHARES": (7 / 256, 23 / 256)},
+    "twice the room": {"SHARES": (7 / 160, 23 / 160)},
+    "half the room": {"SHARES": (7 / 640, 23 / 640)},
 }
 """Options of `Kernels`, and constants of `chosen` and `chosen.select`."""
 Rows = list[dict[str, Any]]
@@ -126,8 +126,8 @@ def union(made: chosen.Kernels, q: Tensor, k: Tensor) -> float:
     last = made._pieces(last, GROUPS, made.levels)[-1]
     unions = selection.room(q.shape[0], GROUPS, last, q.device)
     found = selection.summaries(k, selection.choosable(q.shape[2] - 1))
-    aims = selection.aims(q, k, found[1], last, start=0)
-    selection.unite(unions, aims, found[0], last, first=last.start, aimed=last.start, there=range(q.shape[2]))
+    work = [(last, [last])]
+    selection.unite(unions, q, k, found[1], found[0], work, first=last.start, there=range(q.shape[2]))
     return float(unions.ends[..., 2].double().mean()) / selection.choice.most
 
 

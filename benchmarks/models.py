@@ -2,12 +2,13 @@
 
     python benchmarks/models.py --model default --out benchmarks/results       # or --model FOLDER
     python benchmarks/models.py --model default --lengths 512 --new 8 --out DIR      # small enough for a CPU
-    python benchmarks/models.py --model qwen.gguf --laws 3d-rpe:far=512 --lengths 131072 --parts eager --out DIR
+    python benchmarks/models.py --model qwen.gguf --laws 3d-rpe:far=512 --lengths 131072 --texts BOOK --out DIR
 
-Batch 1; bf16 on CUDA, fp32 elsewhere. The peers share their weights and take turns, there and back (A B C C B A ...);
-every number is a median. Decoding is greedy and reads each token back, as `generate` does: with a growing cache, and
-with a static one under torch.compile(mode="reduce-overhead"). Nothing is timed before a law has passed its checks:
-within its window it is the stock model, and decoding is the full forward, each to twice the stock model's own rounding
+Prompts are the beginning of a text: in a text neighbouring queries choose alike, in random tokens they do not. Batch 1;
+bf16 on CUDA, fp32 elsewhere. The peers share their weights and take turns, there and back (A B C C B A ...); every
+number is a median. Decoding is greedy and reads each token back, as `generate` does: with a growing cache, and with a
+static one under torch.compile(mode="reduce-overhead"). Nothing is timed before a law has passed its checks: within its
+window it is the stock model, and decoding is the full forward, each to twice the stock model's own rounding
 (ten times it for decoding under a law that chooses keys: rounding can choose another block).
 Writes models-<device>.csv.
 """
@@ -30,6 +31,7 @@ from transformers import StaticCache
 
 import beside
 from rpe3d import extend, law_of
+from rpe3d.evaluate.texts import check_tokens, read_texts, tokenize
 from rpe3d.geometry import LawSpec, parse_laws
 from rpe3d.models.load import load
 
@@ -41,9 +43,8 @@ Readings = dict[str, list[tuple[float, float]]]
 """By peer: tokens per second and peak MiB of every repeat."""
 
 
-def peers(name: str, laws: Sequence[LawSpec], longest: int) -> dict[str, Any]:
+def peers(stock: Any, laws: Sequence[LawSpec], longest: int) -> dict[str, Any]:
     """The stock model, and one under each law with the same weights in memory."""
-    stock: Any = load(name, with_tokenizer=False).model
     stock.config._attn_implementation = "sdpa"
     context = max(4 * int(stock.config.max_position_embeddings), longest)
     shared = {id(p): p for p in stock.parameters()}
@@ -186,6 +187,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for the CSV")
     parser.add_argument("--laws", type=parse_laws, default=LAWS, help=f"laws beside the stock model; default {LAWS}")
     parser.add_argument("--lengths", default="32768", help="tokens of the prompts")
+    parser.add_argument(
+        "--texts", nargs="+", default=[], help="what prompts are taken from; default: Python's reference"
+    )
     parser.add_argument("--new", type=int, default=64, help="tokens that are decoded")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--parts", default="eager,compiled")
@@ -193,9 +197,12 @@ def main() -> None:
     lengths = [int(length) for length in given.lengths.split(",")]
     torch.manual_seed(0)
     longest = max(lengths)
-    models = peers(given.model, given.laws, longest + (given.repeat + 1) * given.new)
+    loaded = load(given.model)
+    texts = [tokenize(loaded.tokenizer, text) for text in read_texts(given.texts)]
+    check_tokens(texts, lengths)
+    models = peers(loaded.model, given.laws, longest + (given.repeat + 1) * given.new)
     stock = models["stock"]
-    ids = torch.randint(3, stock.config.vocab_size, (1, longest), device=stock.device)
+    ids = max(texts, key=lambda text: len(text.ids)).ids[None, :longest].to(stock.device)
     called = beside.called(stock)
     rows: list[dict[str, Any]] = []
     with torch.no_grad():

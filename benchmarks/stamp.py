@@ -21,7 +21,8 @@ def stamp(*, cuda: bool) -> dict[str, str]:
 
 
 def _without_folder(arguments: list[str]) -> list[str]:
-    """Where the result was written, and in pieces of how many minutes, is no part of the recipe."""
+    """Where texts lay and the result was written, and in how many minutes, is no part of the recipe."""
+    arguments = [Path(x).name if "/" in x and Path(x).is_file() else x for x in arguments]
     if "--minutes" in arguments:
         at = arguments.index("--minutes")
         arguments = [*arguments[:at], *arguments[at + 2 :]]

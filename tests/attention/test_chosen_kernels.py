@@ -46,9 +46,8 @@ def picked(x, made):
     found = torch.zeros(x.q.shape[0], x.k.shape[1], x.q.shape[2], blocks, dtype=torch.bool)
     for some in made._stretches(span.queries, x.k.shape[1], made.room):
         unions = selection.room(*x.k.shape[:2], some, x.q.device)
-        aims = selection.aims(x.q, x.k, centre, some, start=span.queries.start)
-        for piece in made._pieces(some, x.k.shape[1], made.levels):
-            selection.unite(unions, aims, summaries, piece, first=some.start, aimed=some.start, there=span.queries)
+        work = [(some, made._pieces(some, x.k.shape[1], made.levels))]
+        selection.unite(unions, x.q, x.k, centre, summaries, work, first=some.start, there=span.queries)
         for b, g, tile in torch.cartesian_prod(*(torch.arange(n) for n in unions.ends.shape[:3])).tolist():
             for entry in range(int(unions.ends[b, g, tile, 2])):
                 word = int(unions.bits[b, g, tile, entry])

@@ -57,8 +57,8 @@ selection = select.Selection(law, 16, x.q.device)
 queries = range(96, 400)
 unions = selection.room(1, 2, queries, x.q.device)
 found = selection.summaries(x.k, selection.choosable(399))
-aims = selection.aims(x.q, x.k, found[1], queries, start=0)
-selection.unite(unions, aims, found[0], queries, first=96, aimed=96, there=range(x.q.shape[2]))
+work = [(queries, [queries])]
+selection.unite(unions, x.q, x.k, found[1], found[0], work, first=96, there=range(x.q.shape[2]))
 far.attend(selection, unions, x.q, x.k, x.v, x.q.clone(), torch.zeros(1, 4, 400), first=96, query_start=0, scale=0.1)
 some = x.q, x.k, x.v, x.q, torch.zeros(1, 4, 400), torch.zeros(1, 4, 400)
 backward.for_queries(selection, unions, *some, first=96, scale=0.1)
@@ -68,8 +68,8 @@ x = random_problem(law, h=4, g=1, t=400, s=400, dtype=torch.bfloat16)
 select.DIRECT = 0  # groups of blocks, and tiles of two halves
 halved = select.Selection(law, 32, x.q.device, 2)
 lists = halved.room(1, 1, queries, x.q.device)
-aims = halved.aims(x.q, x.k, found[1], queries, start=0)
-halved.unite(lists, aims, found[0], queries, first=96, aimed=96, there=range(x.q.shape[2]))
+work = [(queries, [queries])]
+halved.unite(lists, x.q, x.k, found[1], found[0], work, first=96, there=range(x.q.shape[2]))
 far.attend(halved, lists, x.q, x.k, x.v, x.q.clone(), torch.zeros(1, 4, 400), first=96, query_start=0, scale=0.1)
 '''
 

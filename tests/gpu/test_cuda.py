@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -345,3 +347,16 @@ def test_a_prompt_whose_queries_choose_goes_through_kernels():
     apart = (out.double() - truth).norm(dim=-1) / truth.norm(dim=-1)
     assert apart.quantile(0.99) < 0.02
     assert (lse.double() - truth_lse).abs().quantile(0.99) < 0.02
+
+
+def test_a_forward_on_the_cpu_starts_the_driver_and_the_plugin_sees_it():
+    """Transformers asks in each forward whether a graph is captured; torch goes on saying that nothing was started."""
+    program = (
+        "import torch, rpe3d\nfrom rpe3d.serve.fork import driver_started\nassert not driver_started()\n"
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "small = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)\n"
+        "rpe3d.extend(LlamaForCausalLM(LlamaConfig(**small, vocab_size=16, max_position_embeddings=64)), context=256)\n"
+        "assert not torch.cuda.is_initialized()\nprint(driver_started())\n"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split()[-1:] == ["True"], done.stderr[-2000:]

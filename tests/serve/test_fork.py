@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -84,3 +85,20 @@ def test_a_call_that_starts_cuda_would_be_seen(folder):
     done = run(folder, "torch.cuda.is_available()")
     assert done.returncode != 0
     assert "is_available starts CUDA" in done.stderr
+
+
+@pytest.mark.parametrize(("answer", "method"), [(0, "spawn"), (3, None), (201, "spawn"), (None, None)])
+def test_engines_are_spawned_where_the_driver_has_been_started(monkeypatch, answer, method):
+    """By what the driver says of its context, not torch: 3 is CUDA_ERROR_NOT_INITIALIZED; None: it is not loaded."""
+    from rpe3d.serve import fork
+
+    def library(name, mode):
+        assert mode & os.RTLD_NOLOAD, "loading a driver that is not there is no answer"
+        if answer is None:
+            raise OSError(name)
+        return SimpleNamespace(cuCtxGetCurrent=lambda context: answer)
+
+    monkeypatch.setattr(fork.ctypes, "CDLL", library)
+    monkeypatch.delenv(fork.METHOD, raising=False)
+    fork.avoid_fork()
+    assert os.environ.get(fork.METHOD) == method

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -48,6 +48,20 @@ class Launcher:
         compiled = self._compiled.setdefault(key, {})
         return Bound(self, compiled, device, grid, tuple(arguments), constants, options)
 
+    def series(
+        self,
+        device: torch.device,
+        before: Sequence[Any],
+        after: Sequence[Any],
+        constants: dict[str, Any],
+        options: dict[str, Any],
+    ) -> Series:
+        """Return launches in the current stream that differ in their grid and in integers between these arguments.
+
+        Triton compiles once for all of them: it specializes none of the integers, or all are multiples of 16.
+        """
+        return Series(self, device, tuple(before), tuple(after), constants, options)
+
 
 class Bound:
     """What `Launcher.bind` returns."""
@@ -64,8 +78,7 @@ class Bound:
     ) -> None:
         self.launcher, self.compiled, self.device, self.grid = launcher, compiled, device, grid
         self.arguments, self.constants, self.options = arguments, constants, options
-        # Addresses, which spare every launch two questions per tensor; `arguments` keeps the tensors.
-        self.rest = (*(x.data_ptr() if isinstance(x, Tensor) else x for x in arguments), *constants.values())
+        self.rest = (*_addresses(arguments), *constants.values())
         self.ready: dict[tuple[Any, ...], Any] = {}
         """What was compiled, on this grid."""
 
@@ -85,17 +98,73 @@ class Bound:
                 self.compiled[kinds] = compiled
 
 
+class Series:
+    """What `Launcher.series` returns: its first launch is one of `bind`, and what that compiled serves all others."""
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        device: torch.device,
+        before: tuple[Any, ...],
+        after: tuple[Any, ...],
+        constants: dict[str, Any],
+        options: dict[str, Any],
+    ) -> None:
+        self.launcher, self.device, self.constants, self.options = launcher, device, constants, options
+        self.before, self.after, self.place = before, after, on(device)
+        self.rest = (*_addresses(after), *constants.values())
+        self.run: Callable[..., None] | None = None
+        self.begin: tuple[Any, ...] = ()
+        """What follows the grid in a launch."""
+        self.specialized: tuple[int, ...] = ()
+        """Which of the integers Triton looks at when it compiles."""
+
+    def __call__(self, grid: tuple[int, int, int], *changing: int) -> None:
+        """Launch on a grid, with these integers between the arguments that stay."""
+        if self.run is not None:
+            for i in self.specialized:
+                if changing[i] & 15:
+                    raise ValueError(f"Triton would compile anew for {changing[i]}, which is not a multiple of 16")
+            with self.place:
+                self.run(*grid, *self.begin, *changing, *self.rest)
+            return
+        bound = self.launcher.bind(
+            self.device, grid, (*self.before, *changing, *self.after), self.constants, self.options
+        )
+        bound()
+        if (compiled := bound.compiled.get(())) is not None and _direct(compiled):
+            stream = driver.active.get_current_stream(self.device.index)
+            self.run, self.begin = compiled.run, (stream, *_fixed(compiled), *_addresses(self.before))
+            given = self.launcher.kernel.params[len(self.before) :][: len(changing)]
+            self.specialized = tuple(i for i, one in enumerate(given) if not one.do_not_specialize)
+
+
+def _addresses(arguments: tuple[Any, ...]) -> Iterator[Any]:
+    """Yield addresses in the place of tensors, which spare every launch two questions per tensor; they must be kept."""
+    return (x.data_ptr() if isinstance(x, Tensor) else x for x in arguments)
+
+
+def _direct(compiled: Any) -> bool:
+    """Say whether a compiled kernel has no hooks to call, as profilers have them: then it can be run straight away."""
+    hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
+    return isinstance(compiled, CompiledKernel) and not any(getattr(hook, "calls", hook) for hook in hooks)
+
+
+def _fixed(compiled: Any) -> tuple[Any, ...]:
+    """Return what `CompiledKernel.run` takes between the stream and the arguments of a kernel without hooks."""
+    return compiled.function, compiled.packed_metadata, None, None, None
+
+
 def _runner(compiled: Any, grid: tuple[int, int, int], device: torch.device) -> Callable[..., None]:
     """Return what launches a compiled kernel: `compiled[grid]`, less what it does for hooks where there are none.
 
-    torch's own compiler launches kernels in this way; profilers are what hooks are for.
+    torch's own compiler launches kernels in this way.
     """
-    hooks = (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
-    if not isinstance(compiled, CompiledKernel) or any(getattr(hook, "calls", hook) for hook in hooks):
+    if not _direct(compiled):
         plain: Callable[..., None] = compiled[grid]
         return plain
     run, index = compiled.run, device.index
-    stream_of, fixed = driver.active.get_current_stream, (compiled.function, compiled.packed_metadata, None, None, None)
+    stream_of, fixed = driver.active.get_current_stream, _fixed(compiled)
 
     def launch(*arguments: Any) -> None:
         run(*grid, stream_of(index), *fixed, *arguments)

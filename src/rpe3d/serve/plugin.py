@@ -11,10 +11,11 @@ def register() -> None:
     import vllm
     from vllm.platforms import current_platform
 
-    from rpe3d.serve import metrics
+    from rpe3d.serve import fork, metrics
     from rpe3d.serve.rope import install
     from rpe3d.serve.versions import version_refusal
 
+    fork.avoid_fork()
     install()
     metrics.install()
     if version_refusal(vllm.__version__, current_platform.device_type):

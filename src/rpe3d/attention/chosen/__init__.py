@@ -33,9 +33,9 @@ LEVELS = 2**25
 """Bytes of scores at a time, and of what is made of them: as many as stay in a GPU's cache until they are searched."""
 ROOM = 2**27
 """Bytes of turned far keys and of what tiles of queries have chosen, at a time."""
-SHARES = 7 / 128, 23 / 128
-"""Of the queries' own bytes: what scores have, and keys and lists, so that short prompts too need little more memory.
-With the log-sum-exp, a tenth of vectors and output."""
+SHARES = 7 / 320, 23 / 320
+"""Of the bytes of vectors and output: what scores have, and keys and lists, so that short prompts too need little more
+memory. With the log-sum-exp, a tenth."""
 LEAST = 2**22
 """Bytes that scores always have; keys and lists have three times as many."""
 WIDEST = 256
@@ -147,9 +147,9 @@ class Kernels:
         x = replace(x.hollow(), rotated=True)
         self.problem = x
         near, self.region = x.law.regions
-        own = x.q.numel() * x.q.element_size()
-        part = max(2 * LEAST, own // 16)  # of what near keys give to some queries; at a time there are two
-        rows = max(1024, part * x.q.shape[0] * x.q.shape[2] // max(1, own))
+        queries, own = x.q.nbytes, 2 * x.q.nbytes + x.k.nbytes + x.v.nbytes
+        part = max(2 * LEAST, own // 40)  # of what near keys give to some queries; at a time there are two
+        rows = max(1024, part * x.q.shape[0] * x.q.shape[2] // max(1, queries))
         self.near = blocked.Calls(x, regions=(near,), rows=rows)
         self.spans = [span for span in spans(x) if span is not None]
         shape = shape or far.shape(x.q.shape[1] // x.k.shape[1], x.q.shape[3], x.q.element_size())
@@ -226,12 +226,10 @@ class Kernels:
         unions = self.selection.room(q.shape[0], few.k.shape[1], some_queries, q.device)
         spare = self._left(few.turned.nbytes) - sum(x.nbytes for x in unions)
         levels = min(LEVELS, self.levels + max(0, spare))
-        for part in self._cut(some_queries, self.levels // 4, heads * 2 * q.shape[3]):
-            aims = self.selection.aims(q[:, few.heads], few.k, few.centre, part, start=span.queries.start)
-            for piece in self._pieces(part, heads, levels):
-                self.selection.unite(
-                    unions, aims, few.summaries, piece, first=some_queries.start, aimed=part.start, there=span.queries
-                )
+        parts = self._cut(some_queries, self.levels // 4, heads * 2 * q.shape[3])
+        work = [(part, self._pieces(part, heads, levels)) for part in parts]
+        given = unions, q[:, few.heads], few.k, few.centre, few.summaries, work
+        self.selection.unite(*given, first=some_queries.start, there=span.queries)
         return unions
 
     def _together(self, queries: range, b: int, g: int, each: int) -> int:

@@ -14,7 +14,8 @@ A tile of queries lies within a chunk, so all of them may choose from the same b
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, no_type_check
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias, no_type_check
 
 import torch
 import triton
@@ -144,10 +145,10 @@ def _means_kernel(
         tl.store(means + rest, z / count, mask=live & others)
 
 
-@triton.jit(do_not_specialize=["first", "rows", "end", "query_start"])
+@triton.jit(do_not_specialize=["first", "rows", "all_rows", "end", "query_start"])
 @no_type_check
 def _aims_kernel(
-    q, k, centre, aims, table, scaling, first, rows, end, query_start, decay, asking,
+    q, k, centre, aims, table, first, rows, all_rows, end, query_start, scaling, decay, asking,
     q_b, q_h, q_t, k_b, k_h, k_s,
     GROUP: tl.constexpr, RECENT: tl.constexpr,
     DIM: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
@@ -205,7 +206,7 @@ def _aims_kernel(
     a, c = a * cos + c * sin, c * cos - a * sin
     square = _square(a, c, e, ROTATED)
     asked = asking * _inverse(square, square)[:, None]
-    aims += ((b * tl.num_programs(1) + group) * rows + row).to(tl.int64)[:, None] * DIM
+    aims += ((b * tl.num_programs(1) + group) * all_rows + row).to(tl.int64)[:, None] * DIM
     there = (row < rows)[:, None]
     tl.store(aims + one, _in_bfloat16(x * inverse + a * asked, WIDEN), mask=there & pairs)
     tl.store(aims + two, _in_bfloat16(y * inverse + c * asked, WIDEN), mask=there & pairs)
@@ -213,10 +214,10 @@ def _aims_kernel(
         tl.store(aims + rest, _in_bfloat16(z * inverse + e * asked, WIDEN), mask=there & others)
 
 
-@triton.jit(do_not_specialize=["first", "rows", "blocks", "all_rows", "row_start"])
+@triton.jit(do_not_specialize=["first", "rows", "blocks", "row_start", "all_rows"])
 @no_type_check
 def _levels_kernel(
-    aims, summaries, levels, tops, words, first, rows, blocks, stride, chunk, near, per_chunk, all_rows, row_start,
+    aims, summaries, levels, tops, words, first, rows, blocks, row_start, stride, chunk, near, per_chunk, all_rows,
     all_blocks,
     TILE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, ALWAYS: tl.constexpr, INVERSE_STEP: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDEN: tl.constexpr,
@@ -308,10 +309,10 @@ def _marks_kernel(
         tl.atomic_or(words + block, tl.broadcast_to(bit, some.shape), mask=some, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["first", "tiles", "first_tile", "room"])
+@triton.jit(do_not_specialize=["first", "first_tile", "tiles", "room"])
 @no_type_check
 def _unions_kernel(
-    words, picked, bits, ends, first, stride, chunk, near, per_chunk, tiles, first_tile, room,
+    words, picked, bits, ends, first, first_tile, stride, chunk, near, per_chunk, tiles, room,
     TILE: tl.constexpr, HALVES: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
     """Compute TILE queries per program: the blocks that any of them chooses, with bit r where row r does.
@@ -381,6 +382,10 @@ class Unions(NamedTuple):
     picked: Int[Tensor, "b g tiles room"]
     bits: Int32[Tensor, "b g tiles room"]
     ends: Int32[Tensor, "b g tiles 3"]
+
+
+Work: TypeAlias = Sequence[tuple[range, Sequence[range]]]
+"""Positions of queries that have room for their aims, in order, each with its pieces that have room for scores."""
 
 
 class Selection:
@@ -467,8 +472,8 @@ class Selection:
 
     def _scratch(self, rows: int, blocks: int) -> list[tuple[int, int, torch.dtype]]:
         """Return the sizes of levels, tops, words and the numbers of groups, of so many rows."""
-        group, stride = self.group(blocks), _cdiv(blocks, 128) * 128
-        few, grouped = _power(min(self.choice.most, blocks // group)), rows if group > 1 else 0
+        (group, _, _, few), stride = self._kind(blocks), _cdiv(blocks, 128) * 128
+        grouped = rows if group > 1 else 0
         return [
             (rows, stride, torch.int16),
             (grouped, stride // group, torch.int16),
@@ -488,42 +493,81 @@ class Selection:
 
         The positions may reach over the ends of q: what has no query looks for nothing.
         """
+        aims = self._aims_room(q, k, len(queries))
+        self._aiming(q, k, centre, aims, start)(queries)
+        return aims
+
+    @staticmethod
+    def _aims_room(q: Tensor, k: Tensor, rows: int) -> Tensor:
+        return torch.empty(q.shape[0], k.shape[1], rows, q.shape[3], dtype=torch.bfloat16, device=q.device)
+
+    def _aiming(self, q: Tensor, k: Tensor, centre: Tensor, aims: Tensor, start: int) -> Callable[[range], None]:
+        """Return launches that write the aims of queries at some positions in front of `aims`."""
         (b, h, t, d), g = q.shape, k.shape[1]
-        aims = torch.empty(b, g, len(queries), d, dtype=torch.bfloat16, device=q.device)
-        _aims(
+        series = _aims.series(
             q.device,
-            (_cdiv(len(queries), 64), g, b),
+            (q, k, centre, aims, self.table),
             (
-                q, k, centre, aims, self.table, 1 / self.law.attention_scaling, queries.start, len(queries), start + t,
-                start, self.choice.decay, self.choice.query, *q.stride()[:3], *k.stride()[:3],
+                aims.shape[2], start + t, start, 1 / self.law.attention_scaling, self.choice.decay, self.choice.query,
+                *q.stride()[:3], *k.stride()[:3],
             ),
             {"GROUP": h // g, "RECENT": self.choice.recent, **self.vectors(d), "BLOCK_M": 64, "WIDEN": INTERPRETED},
             {"num_warps": 8},
         )  # fmt: skip
-        return aims
+        return lambda queries: series((_cdiv(len(queries), 64), g, b), queries.start, len(queries))
 
     def unite(
-        self, unions: Unions, aims: Tensor, summaries: Tensor, queries: range, *, first: int, aimed: int, there: range
-    ) -> None:
+        self, unions: Unions, q: Tensor, k: Tensor, centre: Tensor, summaries: Tensor, work: Work, *, first: int,
+        there: range,
+    ) -> None:  # fmt: skip
         """Write what the queries at some positions choose into `unions`, whose first tile begins at `first`.
 
-        The aims are those of queries from `aimed` on. The positions are of whole tiles, and may reach over those
-        where there are queries, `there`: what has no query chooses nothing.
+        The first query of q is the first of `there`. Positions are of whole tiles, and may reach over those where
+        there are queries: what has no query chooses nothing.
         """
-        (b, g, all_rows, d), rows, device = aims.shape, len(queries), aims.device
-        choice, blocks, tile = self.choice, self.choosable(queries[-1]), self.tile
-        group, block_m = self.group(blocks), ROWS if d <= 128 else ROWS // 2
-        stride = _cdiv(blocks, 128) * 128
+        aims = self._aims_room(q, k, max(len(part) for part, _ in work))
+        aim = self._aiming(q, k, centre, aims, there.start)
+        every = [piece for _, pieces in work for piece in pieces]
+        kinds = {piece: self._kind(self.choosable(piece[-1])) for piece in every}
+        last, launch = None, None
+        for part, pieces in work:
+            aim(part)
+            for piece in pieces:
+                if kinds[piece] != last:
+                    last, launch = kinds[piece], None  # which frees its room
+                    alike = [one for one in every if kinds[one] == last]
+                    launch = self._launches(unions, aims, summaries, alike, last, there)
+                assert launch is not None
+                launch(piece, first, part.start)
+
+    def _kind(self, blocks: int) -> tuple[int, int, int, int]:
+        """Return what the search of a row is compiled for: blocks in a group, levels at a time, how often, and room."""
+        group = self.group(blocks)
+        across = min(WIDEST, max(128, _power(blocks // group)))
+        return group, across, _cdiv(blocks // group, across), _power(min(self.choice.most, blocks // group))
+
+    def _launches(
+        self,
+        unions: Unions,
+        aims: Tensor,
+        summaries: Tensor,
+        pieces: Sequence[range],
+        kind: tuple[int, int, int, int],
+        there: range,
+    ) -> Callable[[range, int, int], None]:
+        """Return three launches for pieces of a kind, in room that they share; a piece costs the host little more."""
+        (b, g, all_rows, d), device = aims.shape, aims.device
+        choice, tile, (group, across, times, few) = self.choice, self.tile, kind
+        block_m = ROWS if d <= 128 else ROWS // 2
+        most, longest = self.choosable(pieces[-1][-1]), max(map(len, pieces))
         levels, tops, words, groups = (
-            torch.empty(b * g, *size, dtype=kind, device=device) for *size, kind in self._scratch(rows, blocks)
+            torch.empty(b * g * rows * columns, dtype=kind, device=device)
+            for rows, columns, kind in self._scratch(longest, most)
         )
-        _levels(
+        scoring = _levels.series(
             device,
-            (_cdiv(rows, block_m) * _cdiv(blocks, 128), g, b),
-            (
-                aims, summaries, levels, tops, words, queries.start, rows, blocks, stride, *self._bands, all_rows,
-                queries.start - aimed, summaries.shape[2],
-            ),
+            (aims, summaries, levels, tops, words),
+            (*self._bands, all_rows, summaries.shape[2]),
             {
                 "TILE": tile, "DIM": d, "WIDTH": max(16, _power(d)), "ALWAYS": choice.always,
                 "INVERSE_STEP": 1 / choice.STEP, "GROUP": group, "BLOCK_M": block_m, "BLOCK_N": 128,
@@ -531,27 +575,30 @@ class Selection:
             },
             {"num_warps": 8, "maxnreg": 128},
         )  # fmt: skip
-        across = min(WIDEST, max(128, _power(blocks // group)))
-        widest = across if group == 1 else max(across, groups.shape[2] * group)
+        widest = across if group == 1 else max(across, few * group)
         each = max(1, 8192 // widest) if INTERPRETED else 1
-        _marks(
+        marking = _marks.series(
             device,
-            (_cdiv(rows, each), g, b),
-            (
-                levels, tops, groups, words, queries.start, rows, stride, there.start, there.stop, choice.most,
-                *self._bands,
-            ),
-            {
-                "TILE": tile, "GROUP": group, "ROWS": each, "ACROSS": across, "TILES": _cdiv(blocks // group, across),
-                "ROOM": groups.shape[2],
-            },
+            (levels, tops, groups, words),
+            (there.start, there.stop, choice.most, *self._bands),
+            {"TILE": tile, "GROUP": group, "ROWS": each, "ACROSS": across, "TILES": times, "ROOM": few},
             {"num_warps": max(1, min(8, widest // PER_WARP)), "maxnreg": REGISTERS},
-        )  # fmt: skip
-        _, _, tiles, most = unions.picked.shape
-        _unions(
+        )
+        _, _, tiles, room = unions.picked.shape
+        uniting = _unions.series(
             device,
-            (_cdiv(rows, tile), g, b),
-            (words, *unions, queries.start, stride, *self._bands, tiles, (queries.start - first) // tile, most),
+            (words, *unions),
+            (*self._bands, tiles, room),
             {"TILE": tile, "HALVES": self.halves, "ACROSS": 1024},
             {"num_warps": 4},
         )
+
+        def launch(piece: range, first: int, aimed: int) -> None:
+            start, rows, blocks = piece.start, len(piece), self.choosable(piece[-1])
+            columns = _cdiv(blocks, 128)
+            stride = 128 * columns
+            scoring((_cdiv(rows, block_m) * columns, g, b), start, rows, blocks, start - aimed, stride)
+            marking((_cdiv(rows, each), g, b), start, rows, stride)
+            uniting((_cdiv(rows, tile), g, b), start, (start - first) // tile, stride)
+
+        return launch
