@@ -67,6 +67,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "search in 128 registers": {"select.REGISTERS": 128},
     "search in 255 registers": {"select.REGISTERS": 255},
     "levels of 64 rows": {"select.ROWS": 64},
+    "near keys in one kernel": {"near": "kernel"},
+    "near keys in library calls": {"near": "calls"},
+    "levels beyond the cache": {"LEVELS": 2**27},
     "twice the room": {"SHARES": (7 / 160, 23 / 160)},
     "half the room": {"SHARES": (7 / 640, 23 / 640)},
 }

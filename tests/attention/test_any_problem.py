@@ -246,8 +246,8 @@ def by_kernel(x):
 
 @pytest.mark.parametrize("name", [name for name in laws() if not LAWS[name].grows])  # where angles depend on the length
 def test_any_problem_is_solved_or_refused(name, fuzz, device):
-    solved = 0
-    for seed in range(CASES * fuzz):
+    solved, cases = 0, CASES * fuzz // (3 if device.type == "cuda" else 1)  # a GPU compiles kernels for most cases
+    for seed in range(cases):
         draw = random.Random(f"{name} {seed}")
         torch.manual_seed(seed)
         law, x, given, expected, dtype = one_case(draw, name)
@@ -278,7 +278,7 @@ def test_any_problem_is_solved_or_refused(name, fuzz, device):
             pairs = zip(gradients(partial(attention, law=law, **given), there), gradients(expected, x), strict=True)
             for ours, truth in pairs:
                 torch.testing.assert_close(ours.cpu(), truth, rtol=0, atol=1e-8 * max(1.0, float(truth.abs().max())))
-    assert solved > CASES * fuzz
+    assert solved > cases
 
 
 def gradients(solve, x):

@@ -184,6 +184,39 @@ def test_they_choose_as_the_specification_does_and_attend_to_that(options, devic
     assert_as_good(x, out, lse, choosers=given)
 
 
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("options", [{}, {"t": 50}, {"sinks": torch.tensor([-5.0, 3.0, 0.0, 1.0])}])
+def test_near_keys_may_be_one_kernel(options, padded, device):
+    """As they are for short prompts, whose calls would keep the host busier than the GPU; padding included."""
+    t, s = options.pop("t", 233), 233
+    if padded:
+        mask = torch.arange(s) >= torch.tensor([[0], [31], [s]])
+        keys = (mask.cumsum(-1) - 1).clamp(min=0)
+        options |= {"b": 3, "query_mask": mask[:, -t:], "key_mask": mask}
+        options |= {"query_positions": keys[:, -t:], "key_positions": keys}
+    x = problem(law_for(), device, dtype=torch.float32, t=t, s=s, **options)
+    one, other = (chosen.Kernels(x, near=near) for near in ("kernel", "calls"))
+    assert one.near is not one.calls
+    assert other.near is other.calls
+    for ours, truth in zip(one(x.q, x.k, x.v, x.sinks), other(x.q, x.k, x.v, x.sinks), strict=True):
+        torch.testing.assert_close(ours, truth, rtol=0, atol=5e-6)
+
+
+def test_short_prompts_take_near_keys_as_one_kernel_on_a_gpu(monkeypatch):
+    """On any machine: the choice, not the run. Of 32 + 8 heads x 128; in float32 the library is faster."""
+    monkeypatch.setattr(chosen.prefill, "Step", lambda *given: None)
+    law = law_for(128, pretrained=8192, context=1048576, chunk=512, window=2560, reach=4096, head_dim=128)
+
+    def near(tokens, dtype=torch.bfloat16):
+        q, k = (torch.empty(1, heads, tokens, 128, dtype=dtype, device="meta") for heads in (32, 8))
+        made = chosen.Kernels(check(q, k, k, law, rotated=True))
+        assert made.calls.work()[0] > 20
+        return "calls" if made.near is made.calls else "kernel"
+
+    assert near(16384) == "kernel"
+    assert near(32768) == near(262144) == near(16384, torch.float32) == "calls"
+
+
 def test_stretches_and_heads_change_nothing(device):
     """Little room is many launches: key head by key head, tile by tile. Their sums are the same."""
     x = problem(law_for(), device, dtype=torch.float32, h=8, g=2, b=2, t=130, s=260)
@@ -216,7 +249,7 @@ def test_a_prompt_needs_a_tenth_of_its_vectors_in_memory(tokens, launches):
         heads * len(some) * selection.row_bytes(blocks) for some in made._pieces(stretches[-1], heads, made.levels)
     )
     far = turned + lists + scores + made.levels // 4
-    near = 2 * min(8192, made.near.rows) * 32 * (256 + 4)
+    near = 2 * min(8192, made.calls.rows) * 32 * (256 + 4)
     assert max(far, near) + 128 * tokens <= 0.1 * 20480 * tokens
 
 

@@ -1,6 +1,7 @@
 """Launches that skip Triton's examination of arguments may never meet a kernel compiled for other arguments."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -81,3 +82,57 @@ def test_constants_and_options_are_told_apart(kernel, launcher):
 
 def test_parameters_count_as_tensors():
     assert _kind(torch.nn.Parameter(ROW.clone())) == _kind(ROW)
+
+
+class Parameter:
+    def __init__(self, do_not_specialize):
+        self.do_not_specialize = do_not_specialize
+
+
+@pytest.fixture
+def series(kernel, launcher, monkeypatch):
+    """Launches of a kernel (tensor, any, whole, number, constant): `whole` is specialized, as a stride is."""
+    from rpe3d.rotation import launch
+
+    kernel.params = [Parameter(False), Parameter(True), Parameter(False), Parameter(False)]
+    monkeypatch.setattr(Compiled, "function", "f", raising=False)
+    monkeypatch.setattr(Compiled, "packed_metadata", "m", raising=False)
+    monkeypatch.setattr(Compiled, "run", lambda self, *given: self.kernel.launched.append(given), raising=False)
+    monkeypatch.setattr(launch, "_direct", lambda compiled: True)
+    driver = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda index: "stream"))
+    monkeypatch.setattr(launch, "driver", driver)
+    return launcher.series(CPU, (ROW,), (2.5,), {"A": 1}, {"num_warps": 4})
+
+
+def test_a_series_is_compiled_once_for_all_integers_and_grids(kernel, series):
+    """Triton's own order: grid, stream, function, metadata, three that hooks have, then the kernel's arguments."""
+    for n in (1, 16, 7):
+        series((n, 1, 1), n, 32 * n)
+    assert kernel.compiled == 1
+    assert kernel.launched == [
+        (n, 1, 1, "stream", "f", "m", None, None, None, ROW.data_ptr(), n, 32 * n, 2.5, 1) for n in (16, 7)
+    ]
+
+
+def test_a_series_refuses_an_integer_that_triton_would_compile_anew_for(kernel, series):
+    series((1, 1, 1), 3, 16)
+    with pytest.raises(ValueError, match="compile anew for 24, which is not a multiple of 16"):
+        series((1, 1, 1), 3, 24)
+    assert kernel.launched == []
+
+
+def test_a_series_does_not_begin_with_what_was_compiled_for_one_integer(kernel, series):
+    """Triton makes a constant of 1; what it compiled then is for no other number."""
+    for whole in (1, 16, 32):
+        series((1, 1, 1), 3, whole)
+    assert kernel.compiled == 2
+    assert [given[11] for given in kernel.launched] == [32]
+
+
+def test_a_series_in_the_interpreter_is_launch_by_launch(kernel):
+    launcher = Launcher(kernel)
+    assert launcher.interpreted
+    several = launcher.series(CPU, (ROW,), (2.5,), {"A": 1}, {})
+    for n in (1, 2):
+        several((n, 1, 1), n, 3)
+    assert kernel.compiled == 2

@@ -121,22 +121,29 @@ class Series:
 
     def __call__(self, grid: tuple[int, int, int], *changing: int) -> None:
         """Launch on a grid, with these integers between the arguments that stay."""
-        if self.run is not None:
-            for i in self.specialized:
-                if changing[i] & 15:
-                    raise ValueError(f"Triton would compile anew for {changing[i]}, which is not a multiple of 16")
-            with self.place:
-                self.run(*grid, *self.begin, *changing, *self.rest)
+        if self.run is None:
+            self._begin(grid, changing)
             return
+        for i in self.specialized:
+            if changing[i] & 15:
+                raise ValueError(f"Triton would compile anew for {changing[i]}, which is not a multiple of 16")
+        with self.place:
+            self.run(*grid, *self.begin, *changing, *self.rest)
+
+    def _begin(self, grid: tuple[int, int, int], changing: tuple[int, ...]) -> None:
+        """Launch as `bind` does. What it compiled serves others, unless it is for these integers alone."""
         bound = self.launcher.bind(
             self.device, grid, (*self.before, *changing, *self.after), self.constants, self.options
         )
         bound()
-        if (compiled := bound.compiled.get(())) is not None and _direct(compiled):
+        compiled = bound.compiled.get(())
+        if compiled is None or not _direct(compiled):
+            return
+        given = self.launcher.kernel.params[len(self.before) :][: len(changing)]
+        self.specialized = tuple(i for i, one in enumerate(given) if not one.do_not_specialize)
+        if not any(changing[i] & 15 for i in self.specialized):
             stream = driver.active.get_current_stream(self.device.index)
             self.run, self.begin = compiled.run, (stream, *_fixed(compiled), *_addresses(self.before))
-            given = self.launcher.kernel.params[len(self.before) :][: len(changing)]
-            self.specialized = tuple(i for i, one in enumerate(given) if not one.do_not_specialize)
 
 
 def _addresses(arguments: tuple[Any, ...]) -> Iterator[Any]:

@@ -84,7 +84,7 @@ class Calls:
         x = self.problem
         far = any(region.last is None for region in self.regions)
         rows = _rows(x.q, len(span.keys) if far else 0)
-        if self.rows is not None and x.q.is_cuda:
+        if self.rows is not None and x.q.device.type != "cpu":
             rows = min(rows, self.rows)
         return Task(
             law=x.law,

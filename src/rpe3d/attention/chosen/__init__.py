@@ -2,9 +2,10 @@
 
 Chosen for prompts under a law that gives a choice, and for training on a GPU. Equals `reference`.
 
-On a GPU near keys go through `blocked`; `select` finds what the queries choose, and `far` adds it: the cost is linear
-in the length of a text but for the scores of blocks, one product for every block of keys. `backward` has the gradient,
-exact for the choice made. Elsewhere `tiles` does it in plain PyTorch, where every far key is multiplied; forward only.
+On a GPU near keys go through `blocked`, or `prefill` in short prompts; `select` finds what the queries choose, and
+`far` adds it: the cost is linear in the length of a text but for the scores of blocks, one product for every block of
+keys. `backward` has the gradient, exact for the choice made. Elsewhere `tiles` does it in plain PyTorch, where every
+far key is multiplied; forward only.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rpe3d.attention import blocked
+from rpe3d.attention import blocked, prefill
 from rpe3d.attention.chosen.tiles import Tiles
 from rpe3d.attention.lowering import whole_chunks
 from rpe3d.attention.problem import Prepared, Problem, rotated
@@ -38,6 +39,9 @@ SHARES = 7 / 320, 23 / 320
 memory. With the log-sum-exp, a tenth."""
 LEAST = 2**22
 """Bytes that scores always have; keys and lists have three times as many."""
+FLOPS_PER_CALL = 3e10
+"""Of near keys, up to which one kernel takes them instead of library calls: those of small blocks keep the host busier
+than the GPU. Below `choose.FLOPS_PER_CALL`, because there is other work to launch meanwhile."""
 WIDEST = 256
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _HAS_TRITON = find_spec("triton") is not None
@@ -139,19 +143,28 @@ class Few(NamedTuple):
 class Kernels:
     """A prompt as kernels, settled once for all layers: near keys by library calls, far ones as they were chosen."""
 
-    def __init__(self, x: Problem, shape: tuple[int, int] | None = None, **options: Any) -> None:
+    def __init__(
+        self, x: Problem, shape: tuple[int, int] | None = None, near: str | None = None, **options: Any
+    ) -> None:
+        """Prepare a problem. near: "calls" or "kernel" for near keys; default: the faster one."""
         from rpe3d.attention.chosen import far, select
 
         self.far, self.options = far, options
         self.given = None if x.rotated else x.hollow()
         x = replace(x.hollow(), rotated=True)
         self.problem = x
-        near, self.region = x.law.regions
+        first, self.region = x.law.regions
         queries, own = x.q.nbytes, 2 * x.q.nbytes + x.k.nbytes + x.v.nbytes
         part = max(2 * LEAST, own // 40)  # of what near keys give to some queries; at a time there are two
         rows = max(1024, part * x.q.shape[0] * x.q.shape[2] // max(1, queries))
-        self.near = blocked.Calls(x, regions=(near,), rows=rows)
+        self.calls = blocked.Calls(x, regions=(first,), rows=rows)
         self.spans = [span for span in spans(x) if span is not None]
+        number, flops = self.calls.work()
+        small = number > 1 and flops * x.q.shape[3] < FLOPS_PER_CALL * number
+        kernel = small and x.q.element_size() == 2 and x.q.device.type != "cpu"
+        self.near: Prepared = self.calls
+        if self.spans and (near == "kernel" or (near is None and kernel)):
+            self.near = prefill.Step(x, self.spans, (first,))
         shape = shape or far.shape(x.q.shape[1] // x.k.shape[1], x.q.shape[3], x.q.element_size())
         self.selection = select.Selection(x.law, shape[0], x.q.device, shape[1])
         self.tables = Tables()
@@ -164,7 +177,7 @@ class Kernels:
             q, k = rotated(self.given, q, k)
         q, k, v = (y if y.stride(3) == 1 else y.contiguous() for y in (q, k, v))
         if not self.spans:  # padding alone
-            return self.near(q, k, v, sinks)
+            return self.calls(q, k, v, sinks)
         if torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in (q, k, v, sinks)):
             from rpe3d.attention.chosen import backward
 

@@ -222,7 +222,7 @@ class Attend(torch.autograd.Function):
             do = torch.zeros_like(out)
         do = do if do.stride(3) == 1 else do.contiguous()
         delta = products(do, out)
-        dq, dk, dv = made.near.gradients(q, k, v, out, lse, do)
+        dq, dk, dv = made.calls.gradients(q, k, v, out, lse, do)
         if dlse is not None:
             delta -= dlse
             for total, part in zip((dq, dk), _of_logs(made, q, k, v, lse, dlse), strict=True):
@@ -259,7 +259,7 @@ def _of_logs(
     ones, change = torch.zeros_like(v), torch.zeros_like(q)
     ones[..., 0] = 1
     change[..., 0] = dlse.masked_fill(lse == -torch.inf, 0.0)
-    dq, dk, _ = made.near.gradients(q, k, ones, torch.zeros_like(q), lse, change)
+    dq, dk, _ = made.calls.gradients(q, k, ones, torch.zeros_like(q), lse, change)
     return dq, dk
 
 

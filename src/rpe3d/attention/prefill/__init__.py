@@ -83,10 +83,14 @@ class Step:
     forward does.
     """
 
-    def __init__(self, x: Problem, found: Sequence[Span], **options: Any) -> None:
+    def __init__(
+        self, x: Problem, found: Sequence[Span], regions: Sequence[Region] | None = None, **options: Any
+    ) -> None:
+        """Prepare a problem, or the part of it that lies in some regions of its law."""
         from rpe3d.rotation.kernel import Turning
 
-        self.regions = tuple(sorted(x.law.regions, key=lambda region: region.fade is None))  # as the kernel wants them
+        regions = x.law.regions if regions is None else regions
+        self.regions = tuple(sorted(regions, key=lambda region: region.fade is None))  # as the kernel wants them
         same = _same(x, found)
         query, key = (same.queries, same.keys) if same else x.positions()
         theta = x.frequencies
