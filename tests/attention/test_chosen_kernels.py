@@ -114,7 +114,7 @@ def test_of_blocks_that_score_alike_the_nearer_are_chosen(direct, widest, far, d
     from rpe3d.attention.chosen import select
 
     monkeypatch.setattr(select, "DIRECT", direct)
-    monkeypatch.setattr(select, "WIDEST", widest)
+    monkeypatch.setattr(select, "HELD", widest)
     x = problem(law_for(far, block=4), device, dtype=torch.float32, h=2, g=1, t=40, s=901)
     for some in (slice(0, 0), slice(300, 304), slice(3, 901, 32), slice(100, 600, 7)):
         k = torch.zeros_like(x.k)

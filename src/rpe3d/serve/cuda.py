@@ -12,9 +12,9 @@ before it attends.
 
 What has run where: on an H200 with vLLM 0.32, six of eight engines gave transformers' answers, four of them with whole
 steps in full CUDA graphs, and the HTTP server's test passed. The engine with a chosen far field was off by 0.046 on one
-prompt of nine, where a query had chosen another block; the test's limit has changed since, and it was not run again.
-Nor was an engine in its own process, after the test's order of imports was mended (docs/log.md). Steps over pages for a
-chosen far field are newer than that: they have run in Triton's interpreter, and compile for an H200. `make
+prompt of nine, where a query had chosen another block; the test's limit has changed since. An engine in its own process
+failed because the test had run a model before, and CUDA with it (`fork`). Both have not run to their end since. Steps
+over pages for a chosen far field have run there outside of vLLM: right, in CUDA graphs, and timed (docs/costs.md). `make
 test-serve-gpu` tests all of it.
 """
 

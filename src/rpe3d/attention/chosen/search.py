@@ -21,7 +21,7 @@ HIGHEST = tl.constexpr(32767)  # of a level: the first blocks, and what is not a
 LOWEST = tl.constexpr(-32768)
 TOGETHER = 8
 """Blocks in a group, or as many as divide those of a chunk."""
-WIDEST = 16384
+HELD = 16384
 """Levels of a row that are kept in registers; of longer rows they are read anew in every step of a search."""
 
 

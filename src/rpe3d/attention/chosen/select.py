@@ -25,9 +25,9 @@ from torch import Tensor
 
 from rpe3d.attention.chooser import ALIKE, direction
 from rpe3d.attention.chosen.search import (
+    HELD,
     LOWEST,
     TOGETHER,
-    WIDEST,
     _above,
     _choosable,
     _cut,
@@ -543,7 +543,7 @@ class Selection:
     def _kind(self, blocks: int) -> tuple[int, int, int, int]:
         """Return what the search of a row is compiled for: blocks in a group, levels at a time, how often, and room."""
         group = self.group(blocks)
-        across = min(WIDEST, max(128, _power(blocks // group)))
+        across = min(HELD, max(128, _power(blocks // group)))
         return group, across, _cdiv(blocks // group, across), _power(min(self.choice.most, blocks // group))
 
     def _launches(

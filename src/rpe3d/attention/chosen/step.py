@@ -33,7 +33,7 @@ from rpe3d.attention.chosen.bare import (
     _where,
 )
 from rpe3d.attention.chosen.memory import Memory
-from rpe3d.attention.chosen.search import TOGETHER, WIDEST, _choosable, _level, _row_levels, _search
+from rpe3d.attention.chosen.search import HELD, TOGETHER, _choosable, _level, _row_levels, _search
 from rpe3d.attention.chosen.select import Selection, _halves, _load3
 from rpe3d.attention.chosen.sizes import launch, shares, tile, turns, wide
 from rpe3d.attention.decode.arrivals import zeros
@@ -470,7 +470,7 @@ class Launches:
             {"num_warps": 4} if blocks < 128 else {"num_warps": 8, "maxnreg": 128},  # two on a processor
         )  # fmt: skip
         groups = max(1, self.blocks // self.together)
-        across = min(WIDEST, max(256, _power(groups)))
+        across = min(HELD, max(256, _power(groups)))
         few = max(_power(min(choice.most, groups)), 256 // self.together)
         self.choose = _choose.bind(
             device,
