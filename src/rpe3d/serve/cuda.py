@@ -14,7 +14,7 @@ What has run where: on an H200 with vLLM 0.32, six of eight engines gave transfo
 steps in full CUDA graphs, and the HTTP server's test passed. The engine with a chosen far field was off by 0.046 on one
 prompt of nine, where a query had chosen another block; the test's limit has changed since. An engine in its own process
 failed because the test had run a model before, and CUDA with it (`fork`). Both have not run to their end since. Steps
-over pages for a chosen far field have run there outside of vLLM: right, in CUDA graphs, and timed (docs/costs.md). `make
+over pages for a chosen far field have run there outside of vLLM: right, in CUDA graphs, timed (docs/costs.md). `make
 test-serve-gpu` tests all of it.
 """
 
