@@ -500,6 +500,7 @@ def main() -> None:
     parser.add_argument("--through", action="store_true", help="every way reads the prefixes, too")
     parser.add_argument("--length", type=size, required=True, help="tokens of the prefix, e.g. 32k")
     parser.add_argument("--out", type=Path, required=True, help="folder for the CSV")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of the model; default as `rpe3d compare`")
     parser.add_argument("--only", default=",".join(WAYS), help="ways to measure, with commas between; default all")
     given = parser.parse_args()
     names = [way.name for way in (SHIPS, *PUBLISHED)] if given.only == "published" else given.only.split(",")
@@ -507,7 +508,7 @@ def main() -> None:
     if not given.text and given.passkeys < 1:
         raise ConfigError("there is nothing to read", "give --text or --passkeys")
     texts = read_texts(given.text) if given.text else []
-    loaded = load(given.model)
+    loaded = load(given.model, dtype=getattr(torch, given.dtype) if given.dtype else None)
     model: Any = loaded.model
     name = Path(loaded.source).name.removesuffix(".gguf")
     shape = facts(model)

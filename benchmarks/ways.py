@@ -109,7 +109,8 @@ def ways() -> dict[str, Way]:
     made += [before(keys=2), before(faded=True), before(part=0.25), before(part=0.5)]
     made += [before(first=first) for first in (32, 64, 128)]
     ships = partial(before, first=128)
-    made += [ships(keys=0.5), ships(keys=2), ships(faded=True)]
+    made += [ships(keys=keys) for keys in (0.0625, 0.125, 0.25, 0.5, 2)]
+    made += [ships(faded=True)]
     made += [Way(summary="mean", block=32, aim=0.5), Way(summary="mean", block=16, aim=0.5, faded=True)]
     made += [Way(summary="mean", block=8, agree=8), Way(summary="max", agree=8), Way(summary="max", z=2, faded=True)]
     return {way.name: way for way in made}
