@@ -445,3 +445,21 @@ def test_blocks_are_chosen_by_level_and_of_those_that_are_level_the_last(kind, p
         assert picked[: len(order)].tolist() == sorted(order)
         assert counts.item() == len(order)
         assert picked[-1] == lists[-1] == -1  # nothing was written past the end
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_layers_that_share_room_compute_as_each_alone(splits, device):
+    """A layer finds what the one before left: other levels, lists and counts, and counters that are zero again."""
+    from rpe3d.attention import Memory
+    from rpe3d.attention.chosen.step import Step
+
+    law, steps = law_for(), []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        steps.append(problem(law, device, dtype=torch.float32, t=1, s=300))
+    shared = Step(steps[0], splits=splits)
+    memories = [Memory() for _ in steps]
+    for _ in range(2):
+        for x, memory in zip(steps, memories, strict=True):
+            alone, _ = Step(x, splits=splits)(x.q, x.k, x.v, None)
+            assert torch.equal(shared.output(x.q, x.k, x.v, None, memory), alone)

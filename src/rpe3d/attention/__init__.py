@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rpe3d.attention import operator, reference
 from rpe3d.attention.choose import IMPLS, Decision, choose, explain
-from rpe3d.attention.chosen.memory import Memory, Remembers
+from rpe3d.attention.chosen.memory import Memory, remembers
 from rpe3d.attention.problem import Positions, Prepared, Problem, check
 from rpe3d.geometry import Law
 
@@ -88,7 +88,7 @@ def solve(
     prepared: Prepared, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, memory: Memory | None
 ) -> tuple[Tensor, Tensor]:
     """Return the output of a prepared problem, which may remember what it knows of a cache."""
-    if memory is not None and isinstance(prepared, Remembers):
+    if memory is not None and remembers(prepared):
         return prepared(q, k, v, sinks, memory)
     return prepared(q, k, v, sinks)
 
@@ -138,10 +138,11 @@ class Shared:
         A decoding step then allocates nothing else.
         """
         prepared = self._prepared(q, k, v, law, sinks, scale, softcap, given)
-        if memory is None and (output := getattr(prepared, "output", None)) is not None:
-            found: Tensor = output(q, k, v, sinks)
-            return found
-        return solve(prepared, q, k, v, sinks, memory)[0]
+        output = getattr(prepared, "output", None)
+        if output is None:
+            return solve(prepared, q, k, v, sinks, memory)[0]
+        found: Tensor = output(q, k, v, sinks, memory) if remembers(prepared) else output(q, k, v, sinks)
+        return found
 
     def _prepared(
         self,

@@ -13,7 +13,8 @@ captured in a CUDA graph. Keys lie in one piece, or in a server's pages, which h
 from __future__ import annotations
 
 import math
-from typing import Any, no_type_check
+from collections.abc import Callable
+from typing import Any, NamedTuple, no_type_check
 
 import torch
 import triton
@@ -499,6 +500,20 @@ class Launches:
         )  # fmt: skip
 
 
+class Room(NamedTuple):
+    """What the launches of a step leave each other, and the log-sum-exp [b, t, h]."""
+
+    levels: Tensor
+    highest: Tensor
+    picked: Tensor
+    lists: Tensor
+    counts: Tensor
+    lse: Tensor
+    parts: Tensor | None
+    logs: Tensor | None
+    arrivals: Tensor | None
+
+
 class Step:
     """A decoding step: all that is the same for every layer of a model, settled once.
 
@@ -512,7 +527,8 @@ class Step:
     def __init__(self, x: Problem, *, splits: int | None = None, trusted: bool = False) -> None:
         """Settle all but the vectors. trusted: keys that a memory has seen do not change, so nobody looks again."""
         (b, _, t, d), (g, s), device = x.q.shape, x.k.shape[1:3], x.q.device
-        self.law, self.shape, self.groups = x.law, x.q.shape, g
+        self.law, self.shape, self.groups, self.device = x.law, x.q.shape, g, device
+        self.kept: Room | None = None
         tensors, strides = _optional(x)
         starts = [y.start if isinstance(y, range) else 0 for y in (x.queries, x.keys)]
         places = (*tensors[:3], *starts, *strides[:4])
@@ -538,27 +554,44 @@ class Step:
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, memory: Memory | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return the output and the log-sum-exp. memory: of these keys' cache."""
-        (b, h, t, d), g, device = self.shape, self.groups, q.device
-        memory = Memory() if memory is None else memory
-        made = self.made
-        memory.prepare(self.law, k, made.blocks)
-        first = memory.centre, memory.centre_print
-        if self.centre is not None:
-            self.centre(k, *first)
-        levels = torch.empty(b, g, t, made.stride, dtype=torch.int16, device=device)
-        highest = torch.empty(b, g, t, made.stride // made.together, dtype=torch.int16, device=device)
-        made.score(q, k, levels, highest, memory.summaries, memory.prints, *first, memory.summaries.shape[2])
-        rows = b * g * t
+        room = self._room(zeros)
+        return self._run(q, k, v, sinks, memory, room), room.lse.transpose(1, 2)
+
+    def output(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, memory: Memory | None = None) -> Tensor:
+        """Return the output alone, for layers that run one after the other: they share all other room.
+
+        Not for launches that are captured in a CUDA graph, which may outlive this step.
+        """
+        if self.kept is None:  # with counters that nobody else has
+            self.kept = self._room(lambda n, device: torch.zeros(n, dtype=torch.int32, device=device))
+        return self._run(q, k, v, sinks, memory, self.kept)
+
+    def _room(self, counters: Callable[[int, torch.device], Tensor]) -> Room:
+        """Return room for what a step finds on its way, and for its log-sum-exp."""
+        (b, h, t, d), g, made, device = self.shape, self.groups, self.made, self.device
+        rows, levels = b * g * t, b * g * t * made.stride
+        levelled = torch.empty(levels + levels // made.together, dtype=torch.int16, device=device)
         chosen = torch.empty(rows * (2 * made.most + 1), dtype=torch.int32, device=device)
-        picked, lists, counts = chosen.split((rows * made.most, rows * made.most, rows))
-        made.choose(levels, highest, picked, counts, lists, memory.centre_print)
-        out = torch.empty_like(q)
         lse = torch.empty(b, t, h, dtype=torch.float32, device=device)
         parts = logs = arrivals = None
         if made.splits > 1:
             shares = b * t * h * made.splits
             parts = torch.empty(shares * (d + 1), dtype=torch.float32, device=device)
-            logs, arrivals = parts[shares * d :], zeros(b * t * g, device)
+            logs, arrivals = parts[shares * d :], counters(b * t * g, device)
+        picked, lists, counts = chosen.split((rows * made.most, rows * made.most, rows))
+        return Room(levelled[:levels], levelled[levels:], picked, lists, counts, lse, parts, logs, arrivals)
+
+    def _run(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, memory: Memory | None, room: Room) -> Tensor:
+        memory, made = Memory() if memory is None else memory, self.made
+        memory.prepare(self.law, k, made.blocks)
+        first = memory.centre, memory.centre_print
+        if self.centre is not None:
+            self.centre(k, *first)
+        summaries = memory.summaries
+        made.score(q, k, room.levels, room.highest, summaries, memory.prints, *first, summaries.shape[2])
+        made.choose(room.levels, room.highest, room.picked, room.counts, room.lists, memory.centre_print)
+        out = torch.empty_like(q)
+        shared = room.lse, room.parts, room.logs, room.arrivals
         sinks = None if sinks is None else sinks.contiguous()
-        made.attend(q, k, v, out, lse, parts, logs, arrivals, sinks, picked, counts)
-        return out, lse.transpose(1, 2)
+        made.attend(q, k, v, out, *shared, sinks, room.picked, room.counts)
+        return out
