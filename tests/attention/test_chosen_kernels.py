@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -184,6 +185,39 @@ def test_they_choose_as_the_specification_does_and_attend_to_that(options, devic
     assert_as_good(x, out, lse, choosers=given)
 
 
+@pytest.mark.parametrize("options", [{"b": 2}, {"t": 130, "h": 8}])
+def test_how_work_is_cut_changes_no_choice(options, device, monkeypatch):
+    """Parts that are shorter than the room for aims, pieces that begin within a part, rows of a kind in shared room."""
+    from rpe3d.attention.chosen import select
+
+    monkeypatch.setattr(select, "DIRECT", 16)  # direct searches, then groups
+    x = problem(law_for(block=4), device, **{"dtype": torch.float32, "t": 500, "s": 500} | options)
+    made, draw = chosen.Kernels(x), random.Random(0)
+    (span,), selection = made.spans, made.selection
+    queries, tile = made._stretches(span.queries, 1, 10**9)[0], selection.tile
+    summaries, centre = selection.summaries(x.k, selection.choosable(span.queries[-1]))
+
+    def cut(positions, most):
+        while positions:
+            length = tile * draw.randint(1, most)
+            yield positions[:length]
+            positions = positions[length:]
+
+    def found(work):
+        unions = selection.room(*x.k.shape[:2], queries, x.q.device)
+        for part in unions:
+            part.fill_(-1)
+        selection.unite(unions, x.q, x.k, centre, summaries, work, first=queries.start, there=span.queries)
+        return unions
+
+    whole = found([(queries, [queries])])
+    for _ in range(3):
+        work = [(part, list(cut(part, 3))) for part in cut(queries, 12)]
+        assert max(len(pieces) for _, pieces in work) > 1
+        for ours, truth in zip(found(work), whole, strict=True):
+            assert torch.equal(ours, truth)
+
+
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("options", [{}, {"t": 50}, {"sinks": torch.tensor([-5.0, 3.0, 0.0, 1.0])}])
 def test_near_keys_may_be_one_kernel(options, padded, device):
@@ -198,8 +232,10 @@ def test_near_keys_may_be_one_kernel(options, padded, device):
     one, other = (chosen.Kernels(x, near=near) for near in ("kernel", "calls"))
     assert one.near is not one.calls
     assert other.near is other.calls
-    for ours, truth in zip(one(x.q, x.k, x.v, x.sinks), other(x.q, x.k, x.v, x.sinks), strict=True):
-        torch.testing.assert_close(ours, truth, rtol=0, atol=5e-6)
+    truths = other(x.q, x.k, x.v, x.sinks)
+    for q in (x.q, x.q.contiguous()):  # as another layer may have it in memory
+        for ours, truth in zip(one(q, x.k, x.v, x.sinks), truths, strict=True):
+            torch.testing.assert_close(ours, truth, rtol=0, atol=5e-6)
 
 
 def test_short_prompts_take_near_keys_as_one_kernel_on_a_gpu(monkeypatch):
@@ -245,10 +281,16 @@ def test_a_prompt_needs_a_tenth_of_its_vectors_in_memory(tokens, launches):
     assert 8 // heads * len(stretches) == launches
     turned = heads * blocks * 16 * 256
     lists = max(heads * len(some) // selection.tile * selection.list_bytes(blocks) for some in stretches)
-    scores = max(
-        heads * len(some) * selection.row_bytes(blocks) for some in made._pieces(stretches[-1], heads, made.levels)
-    )
-    far = turned + lists + scores + made.levels // 4
+    scores = aims = 0
+    for some in stretches:  # as `unions` cuts them
+        spare = made._left(turned) - heads * len(some) // selection.tile * selection.list_bytes(blocks)
+        levels = min(chosen.LEVELS, made.levels + max(0, spare))
+        for part in made._cut(some, made.levels // 4, heads * 256):
+            aims = max(aims, heads * 256 * len(part))
+            for piece in made._pieces(part, heads, levels):
+                each = selection.row_bytes(selection.choosable(piece[-1]))
+                scores = max(scores, heads * len(piece) * each)
+    far = turned + lists + scores + aims
     near = 2 * min(8192, made.calls.rows) * 32 * (256 + 4)
     assert max(far, near) + 128 * tokens <= 0.1 * 20480 * tokens
 

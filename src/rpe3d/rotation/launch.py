@@ -58,7 +58,7 @@ class Launcher:
     ) -> Series:
         """Return launches in the current stream that differ in their grid and in integers between these arguments.
 
-        Triton compiles once for all of them: it specializes none of the integers, or all are multiples of 16.
+        Triton compiles once for all of them: integers have 32 bits, and those it specializes are multiples of 16.
         """
         return Series(self, device, tuple(before), tuple(after), constants, options)
 
@@ -124,9 +124,8 @@ class Series:
         if self.run is None:
             self._begin(grid, changing)
             return
-        for i in self.specialized:
-            if changing[i] & 15:
-                raise ValueError(f"Triton would compile anew for {changing[i]}, which is not a multiple of 16")
+        if max(changing) >> 31 or any(changing[i] & 15 for i in self.specialized):
+            raise ValueError(f"Triton would compile anew for one of {changing}: of 32 bits, or a multiple of 16")
         with self.place:
             self.run(*grid, *self.begin, *changing, *self.rest)
 
@@ -141,7 +140,7 @@ class Series:
             return
         given = self.launcher.kernel.params[len(self.before) :][: len(changing)]
         self.specialized = tuple(i for i, one in enumerate(given) if not one.do_not_specialize)
-        if not any(changing[i] & 15 for i in self.specialized):
+        if not max(changing) >> 31 and not any(changing[i] & 15 for i in self.specialized):
             stream = driver.active.get_current_stream(self.device.index)
             self.run, self.begin = compiled.run, (stream, *_fixed(compiled), *_addresses(self.before))
 

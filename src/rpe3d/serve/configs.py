@@ -12,6 +12,7 @@ from rpe3d.models.carried import carried
 from rpe3d.models.own_context import own_context
 from rpe3d.serve.checks import FAMILIES
 from rpe3d.serve.entry import law_entry
+from rpe3d.serve.fork import avoid_fork
 
 DUAL_CHUNKS = "dual_chunk_attention_config"
 
@@ -24,6 +25,7 @@ def install() -> None:
 
     @wraps(stock)
     def patch_rope_parameters(config: Any) -> None:
+        avoid_fork()  # plugins are loaded once, and CUDA may have been started since
         understand(config)
         stock(config)
 

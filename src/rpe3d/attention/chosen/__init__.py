@@ -23,6 +23,7 @@ from rpe3d.attention.chosen.tiles import Tiles
 from rpe3d.attention.lowering import whole_chunks
 from rpe3d.attention.problem import Prepared, Problem, rotated
 from rpe3d.attention.spans import Span, spans
+from rpe3d.config import choice
 from rpe3d.geometry import Law, Region
 from rpe3d.rotation import rotate
 from rpe3d.rotation.table import Tables
@@ -141,7 +142,7 @@ class Few(NamedTuple):
 
 
 class Kernels:
-    """A prompt as kernels, settled once for all layers: near keys by library calls, far ones as they were chosen."""
+    """A prompt as kernels, settled once for all layers: near keys first, then far ones as they were chosen."""
 
     def __init__(
         self, x: Problem, shape: tuple[int, int] | None = None, near: str | None = None, **options: Any
@@ -163,7 +164,7 @@ class Kernels:
         small = number > 1 and flops * x.q.shape[3] < FLOPS_PER_CALL * number
         kernel = small and x.q.element_size() == 2 and x.q.device.type != "cpu"
         self.near: Prepared = self.calls
-        if self.spans and (near == "kernel" or (near is None and kernel)):
+        if self.spans and (kernel if near is None else choice("near", near, ("calls", "kernel")) == "kernel"):
             self.near = prefill.Step(x, self.spans, (first,))
         shape = shape or far.shape(x.q.shape[1] // x.k.shape[1], x.q.shape[3], x.q.element_size())
         self.selection = select.Selection(x.law, shape[0], x.q.device, shape[1])

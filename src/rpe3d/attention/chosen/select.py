@@ -559,10 +559,10 @@ class Selection:
         (b, g, all_rows, d), device = aims.shape, aims.device
         choice, tile, (group, across, times, few) = self.choice, self.tile, kind
         block_m = ROWS if d <= 128 else ROWS // 2
-        most, longest = self.choosable(pieces[-1][-1]), max(map(len, pieces))
+        needs = zip(*(self._scratch(len(piece), self.choosable(piece[-1])) for piece in pieces), strict=True)
         levels, tops, words, groups = (
-            torch.empty(b * g * rows * columns, dtype=kind, device=device)
-            for rows, columns, kind in self._scratch(longest, most)
+            torch.empty(b * g * max(rows * columns for rows, columns, _ in some), dtype=some[0][2], device=device)
+            for some in needs
         )
         scoring = _levels.series(
             device,

@@ -110,6 +110,8 @@ class Step:
             "softcap": x.softcap,
         }
         self.launch: Any = None
+        self.strides: list[tuple[int, ...]] = []
+        """Of the vectors that the launch is bound for."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the output and the log-sum-exp."""
@@ -121,10 +123,11 @@ class Step:
         ks = tuple(vectors[i] for _, i in self.regions_at)
         out = torch.empty_like(q)
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-        if self.launch is None:
+        strides = [y.stride() for y in (*qs, *ks, v, out)]
+        if strides != self.strides:
             from rpe3d.attention.prefill import kernel
 
-            self.launch = kernel.bind(qs, ks, v, out, **self.options)
+            self.launch, self.strides = kernel.bind(qs, ks, v, out, **self.options), strides
         self.launch(qs, ks, v, out, lse, None if sinks is None else sinks.contiguous())
         return out, lse
 
