@@ -133,6 +133,7 @@ def test_as_many_blocks_as_there_are_is_every_key(choosing, study):
 def test_ways_differ_from_every_key_and_from_each_other(choosing, study):
     """With fewer blocks than there are; a way without an effect would measure nothing."""
     some = {name: way for name, way in choosing.WAYS.items() if way.keys <= 1 and way.first in (0, 128)}
+    del some["mean of 16 + keys x0.0625 + aim 1.0 + lead 8 of 24 + first 128"]  # one block here, as an eighth
     seen = {name: tuple(nats(study, way).tolist()) for name, way in some.items()}  # of 16 blocks 32 keys are the most
     assert len(set(seen.values())) == len(seen)
 
@@ -351,7 +352,11 @@ def test_published_ways_may_see_as_many_keys_as_the_one_that_ships(choosing):
 @pytest.fixture
 def bench(choosing, monkeypatch, tmp_path):
     """Runs the benchmark on two texts in one folder; returns its rows."""
-    monkeypatch.setattr(choosing, "load", lambda _: SimpleNamespace(model=tiny(2048), tokenizer=Words(), source="tiny"))
+
+    def load(name, dtype):
+        return SimpleNamespace(model=tiny(2048), tokenizer=Words(), source="tiny")
+
+    monkeypatch.setattr(choosing, "load", load)
     texts = [tmp_path / f"{name}.txt" for name in "ab"]
     for seed, path in enumerate(texts):
         path.write_text(" ".join(map(str, drawn(seed, 3000))))
