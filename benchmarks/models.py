@@ -30,7 +30,7 @@ from torch import Tensor
 from transformers import StaticCache
 
 import beside
-from rpe3d import extend, law_of
+from rpe3d import ConfigError, extend, law_of
 from rpe3d.evaluate.texts import check_tokens, read_texts, tokenize
 from rpe3d.geometry import LawSpec, parse_laws
 from rpe3d.models.load import load
@@ -221,4 +221,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ConfigError as error:
+        sys.exit(f"error: {error.problem}\nhint: {error.hint}")

@@ -350,7 +350,7 @@ def test_a_prompt_whose_queries_choose_goes_through_kernels():
 
 
 def test_a_forward_on_the_cpu_starts_the_driver_and_the_plugin_sees_it():
-    """Transformers asks in each forward whether a graph is captured; torch goes on saying that nothing was started."""
+    """After it a fork could not use CUDA, while torch went on saying that nothing was started."""
     program = (
         "import torch, rpe3d\nfrom rpe3d.serve.fork import driver_started\nassert not driver_started()\n"
         "from transformers import LlamaConfig, LlamaForCausalLM\n"

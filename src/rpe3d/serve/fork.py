@@ -1,8 +1,8 @@
 """Whether vLLM can fork its engine: a child of a process that has started CUDA cannot use it.
 
-vLLM asks torch, which does not know of every start: `torch.cuda.is_current_stream_capturing()`, which transformers
-calls in each forward on any device, starts the driver and leaves torch saying that nothing is initialized. A program
-that extends a model and then serves it would stop with "CUDA error: initialization error".
+vLLM asks torch, which does not know of every start. On an H200 a program that had extended a model on the CPU could no
+longer fork a child that uses CUDA ("CUDA error: initialization error"), while torch said that nothing was initialized.
+The call is probably `torch.cuda.is_current_stream_capturing()`, which transformers makes in each forward.
 """
 
 from __future__ import annotations
