@@ -2,6 +2,7 @@
 
     python benchmarks/chosen.py --out benchmarks/results          # needs a GPU
     python benchmarks/chosen.py --out DIR --parts variants --lengths 32768,131072   # other constants, one by one
+    python benchmarks/chosen.py --out DIR --parts variants --variants "as it is" "3 stages"   # some of them
 
 Vectors are such that neighbouring tokens are alike, as in a text: what a tile of queries must load is the union of
 what they choose, and a column says how many times one query's choice it is. No time is reported for kernels that fail
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import csv
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -69,7 +70,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "levels of 64 rows": {"select.ROWS": 64},
     "near keys in one kernel": {"near": "kernel"},
     "near keys in library calls": {"near": "calls"},
-    "levels beyond the cache": {"LEVELS": 2**27},
+    "levels that stay in the cache": {"LEVELS": 2**25},
+    "half as many levels": {"LEVELS": 2**27},
     "twice the room": {"SHARES": (7 / 160, 23 / 160)},
     "half the room": {"SHARES": (7 / 640, 23 / 640)},
 }
@@ -179,12 +181,13 @@ def by_kernel(function: Callable[..., Any], *tensors: Tensor, repeat: int = 3) -
     return dict(sorted(times.items(), key=lambda x: -x[1]))
 
 
-def variants(rows: Rows, law: Any, lengths: list[int]) -> None:
+def variants(rows: Rows, law: Any, lengths: list[int], names: Sequence[str]) -> None:
     for tokens in lengths:
         q, k, v = (alike(heads, tokens) for heads in (HEADS, GROUPS, GROUPS))
         peer = milliseconds(plain, q, k, v, repeat=5)
         mib = {"peer_mib": peak(plain, q, k, v)}
-        for name, change in VARIANTS.items():
+        for name in names:
+            change = VARIANTS[name]
             constants = {key: x for key, x in change.items() if key.rsplit(".", maxsplit=1)[-1].isupper()}
             with changed(constants):
                 options = {key: x for key, x in change.items() if key not in constants}
@@ -361,6 +364,7 @@ def main() -> None:
     parser.add_argument("--lengths", default=",".join(map(str, PREFILL)), help="tokens of prompts")
     parser.add_argument("--trained", default=",".join(map(str, TRAIN)), help="tokens of texts that are trained on")
     parser.add_argument("--parts", default="decode,prefill,train")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="NAME")
     given = parser.parse_args()
     torch.manual_seed(0)
     law = make_law("3d-rpe", **MODEL, **OWN, far=given.far)
@@ -372,7 +376,7 @@ def main() -> None:
                 decode(rows, law, True)
                 decode_paged(rows, law)
             elif part == "variants":
-                variants(rows, law, [int(n) for n in given.lengths.split(",")])
+                variants(rows, law, [int(n) for n in given.lengths.split(",")], given.variants)
             elif part == "train":
                 train(rows, law, [int(n) for n in given.trained.split(",")])
             else:

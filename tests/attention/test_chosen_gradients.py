@@ -146,7 +146,7 @@ def test_a_little_memory_is_enough(device, monkeypatch):
     (span,) = made.spans
     whole = gradients(x, solving(made), weight)
     assert len(list(made.few_heads(span, x.q, x.k))) == 1
-    made.room = made.levels = 1
+    made.room = made.levels = made.aims = 1
     monkeypatch.setattr(backward, "ROOM", 1)
     assert len(list(made.few_heads(span, x.q, x.k))) == 2
     assert [len(some) for some in made._stretches(span.queries, 2, 1, 1)] == [32, 32]

@@ -263,7 +263,7 @@ def test_stretches_and_heads_change_nothing(device):
     (span,) = whole.spans
     assert whole._together(span.queries, 2, 2, 10000) == 2
     small = chosen.Kernels(x)
-    small.levels, small.room = 2000, 600
+    small.levels, small.room, small.aims = 2000, 600, 500
     assert small._together(span.queries, 2, 2, 10000) == 1
     assert len(small._stretches(span.queries, 2, small._left(20000))) > 1
     for one, other in zip(out, small(x.q, x.k, x.v, x.sinks), strict=True):
@@ -287,7 +287,7 @@ def test_a_prompt_needs_a_tenth_of_its_vectors_in_memory(tokens, launches):
     for some in stretches:  # as `unions` cuts them
         spare = made._left(turned) - heads * len(some) // selection.tile * selection.list_bytes(blocks)
         levels = min(chosen.LEVELS, made.levels + max(0, spare))
-        for part in made._cut(some, made.levels // 4, heads * 256):
+        for part in made._cut(some, made.aims, heads * 256):
             aims = max(aims, heads * 256 * len(part))
             for piece in made._pieces(part, heads, levels):
                 each = selection.row_bytes(selection.choosable(piece[-1]))

@@ -31,13 +31,15 @@ from rpe3d.rotation.table import Tables
 if TYPE_CHECKING:
     from rpe3d.attention.chosen.select import Unions
 
-LEVELS = 2**25
-"""Bytes of scores at a time, and of what is made of them: as many as stay in a GPU's cache until they are searched."""
+LEVELS = 2**28
+"""Bytes of scores at a time, and of what is made of them: so many rows that a search keeps all processors busy."""
+AIMS = 2**23
+"""Bytes of aims at a time."""
 ROOM = 2**27
 """Bytes of turned far keys and of what tiles of queries have chosen, at a time."""
 SHARES = 7 / 320, 23 / 320
 """Of the bytes of vectors and output: what scores have, and keys and lists, so that short prompts too need little more
-memory. With the log-sum-exp, a tenth."""
+memory. With the log-sum-exp, a tenth. Scores also have what keys and lists leave."""
 LEAST = 2**22
 """Bytes that scores always have; keys and lists have three times as many."""
 FLOPS_PER_CALL = 3e10
@@ -169,8 +171,9 @@ class Kernels:
         shape = shape or far.shape(x.q.shape[1] // x.k.shape[1], x.q.shape[3], x.q.element_size())
         self.selection = select.Selection(x.law, shape[0], x.q.device, shape[1])
         self.tables = Tables()
-        self.levels = min(LEVELS, max(LEAST, int(own * SHARES[0])))
         self.room = min(ROOM, max(3 * LEAST, int(own * SHARES[1])))
+        self.levels = min(LEVELS, max(LEAST, int(own * SHARES[0]), int(own * sum(SHARES)) - self.room))
+        self.aims = min(AIMS, self.levels // 4)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the output and the log-sum-exp."""
@@ -240,7 +243,7 @@ class Kernels:
         unions = self.selection.room(q.shape[0], few.k.shape[1], some_queries, q.device)
         spare = self._left(few.turned.nbytes) - sum(x.nbytes for x in unions)
         levels = min(LEVELS, self.levels + max(0, spare))
-        parts = self._cut(some_queries, self.levels // 4, heads * 2 * q.shape[3])
+        parts = self._cut(some_queries, self.aims, heads * 2 * q.shape[3])
         work = [(part, self._pieces(part, heads, levels)) for part in parts]
         given = unions, q[:, few.heads], few.k, few.centre, few.summaries, work
         self.selection.unite(*given, first=some_queries.start, there=span.queries)
@@ -260,7 +263,7 @@ class Kernels:
 
     def _left(self, turned: int) -> int:
         """Return the bytes that turned keys leave for lists, and what makes them; a third where keys need all."""
-        return max(self.room - turned - self.levels // 4, self.room // 3)
+        return max(self.room - turned - self.aims, self.room // 3)
 
     def _stretches(self, queries: range, heads: int, room: int, more: int = 0) -> list[range]:
         """Cut the positions of queries that have something to choose into whole tiles, as many as have room for lists.
