@@ -31,6 +31,33 @@ with suppress(ImportError):  # the tests of serving do without
     settings.load_profile("any machine")
 
 
+def _patch_once() -> None:
+    """Have Triton's interpreter look through its language once per launch and module, not at each call of a function.
+
+    A kernel's call of another function replaces `tl.load` and its like by the interpreter's, as its launch has already
+    done: a third of the time that kernels take there. What it does depends on nothing but the function's globals.
+    """
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    patch, done = interpreter._patch_lang, set()
+
+    def once(fn: Callable[..., Any]) -> Any:
+        if core.is_builtin(core.tensor.__add__):  # as it is between launches
+            done.clear()
+        if id(fn.__globals__) in done:
+            return None
+        done.add(id(fn.__globals__))
+        return patch(fn)
+
+    interpreter._patch_lang = once
+
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    with suppress(ImportError, AttributeError):  # no Triton, or another one's interpreter
+        _patch_once()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--fuzz", type=int, default=1, help="How many times as many random cases as usual the fuzzers draw"
