@@ -62,12 +62,12 @@ test: $(READY)
 # What runs on a GPU where there is one.
 GPU_TESTS := tests/gpu/test_cuda.py tests/attention tests/rotation tests/models/test_layouts.py tests/models/test_devices.py tests/evaluate/test_origin.py
 
-# Most of it is compilation, on the host: a process that is done takes tests from others. A plugin for benchmarks that
-# the machine may have warns of several processes.
+# Most of it is compilation, on the host, one thread to a process; tests are handed out one by one, the longest files
+# first. A plugin for benchmarks that the machine may have warns of several processes.
 GPU_WORKERS ?= 8
 
 test-gpu: $(READY)
-	$(BIN)/python -m pytest -n $(GPU_WORKERS) --dist worksteal -p no:benchmark $(GPU_TESTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(GPU_WORKERS) --dist load --maxschedchunk 1 -p no:benchmark $(GPU_TESTS)
 
 test-oldest: $(OLDEST)/.ready
 	$(OLDEST)/bin/python -m pytest tests/models tests/tools tests/cli

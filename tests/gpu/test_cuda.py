@@ -58,12 +58,12 @@ def test_a_backward_takes_no_plan_of_an_output_that_lies_otherwise(library):
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("name", LAWS)
 def test_library_calls_are_as_good_as_eager_forward_and_backward(name, library):
-    for dtype in DTYPES[library]:
-        for t in (300, 257):
-            x = prompt(name, dtype, t=t)
-            solve = blocked(x, library)
-            assert_as_good(x, *solve(x.q, x.k, x.v))
-            assert_gradients_as_good(x, solve)
+    """A type for each length: a library takes seconds to prepare for a new shape or type."""
+    for dtype, t in zip(DTYPES[library], (300, 257), strict=True):
+        x = prompt(name, dtype, t=t)
+        solve = blocked(x, library)
+        assert_as_good(x, *solve(x.q, x.k, x.v))
+        assert_gradients_as_good(x, solve)
 
 
 @pytest.mark.parametrize("name", LAWS)
