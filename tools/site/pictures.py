@@ -80,8 +80,10 @@ def by_length(model: results.Model, roofs: tuple[float, float], floor: float) ->
 
 
 def apart(model: results.Model) -> Callable[[Any, Paint], None]:
-    """Return how to draw how much higher other laws are than ours at one length, with their intervals."""
+    """Return how to draw how much higher other laws are than ours at each length, with their intervals."""
     looks = styles(model.beside) | {model.dense: DENSE}
+    kept = results.rows(model.name)
+    shown = [(length, law) for length in model.lengths for law in model.beside if (law, length) in kept]
 
     def draw(figure: Any, paint: Paint) -> None:
         titles = {
@@ -90,8 +92,8 @@ def apart(model: results.Model) -> Callable[[Any, Paint], None]:
             "copy_nll": "loss of a copied passage",
         }
         for ax, (column, title) in zip(figure.subplots(1, 3, sharey=True), titles.items(), strict=True):
-            for i, law in enumerate(model.beside):
-                away = results.difference(model.name, model.lengths[-1], column, law, model.ours)
+            for i, (length, law) in enumerate(shown):
+                away = results.difference(model.name, length, column, law, model.ours)
                 assert away is not None
                 low, high = away.low, away.high
                 assert low is not None
@@ -101,8 +103,8 @@ def apart(model: results.Model) -> Callable[[Any, Paint], None]:
                 ax.plot([scale * low, scale * high], [i, i], color=ink, linewidth=2, solid_capstyle="round")
                 ax.plot([scale * away.mean], [i], "o", color=ink, markersize=6)
             ax.axvline(0, color=paint(SOFT), linewidth=1)
-            ax.set_yticks(range(len(model.beside)), labels=model.beside)
-            ax.set_ylim(len(model.beside) - 0.5, -0.5)
+            ax.set_yticks(range(len(shown)), labels=[f"{law}, {short(length)}" for length, law in shown])
+            ax.set_ylim(len(shown) - 0.5, -0.5)
             ax.set_title(title, loc="left", color=paint(INK))
             ax.set_xlabel("nats above ours" if column == "copy_nll" else "% above ours", color=paint(SOFT))
             plain(ax, paint)
@@ -155,7 +157,7 @@ PICTURES: dict[str, tuple[tuple[float, float], Callable[[Any, Paint], None]]] = 
     "far-field": ((9, 3.6), far_field),
     "results-smollm2": ((12, 3.2), by_length(results.MODELS["smollm2"], (22, 4), 12)),
     "results-tinyllama": ((12, 3.2), by_length(results.MODELS["tinyllama"], (32, 6), 12)),
-    "results-qwen2.5-coder": ((12, 1.9), apart(results.MODELS["qwen2.5-coder"])),
+    "results-qwen2.5-coder": ((12, 2.7), apart(results.MODELS["qwen2.5-coder"])),
 }
 """Their size in inches, and what draws them."""
 
