@@ -240,6 +240,24 @@ def test_the_models_own_answers_do_not_depend_on_the_batch(model, chat):
     assert len(set(said[0])) == 3
 
 
+def test_a_long_prompt_is_read_in_pieces_and_answered_alike(model, chat, monkeypatch):
+    """Rows of a padded batch stay together, and are read at once."""
+    from rpe3d.evaluate.tasks.generate import generator
+    from rpe3d.models import pieces
+
+    generate, prompts = generator(model, chat), ["a long prompt of many words", "short"]
+    expected = [generate([prompt], 12, False)[0] for prompt in prompts]
+    read = []
+    model.model.layers[0].register_forward_hook(lambda *call: read.append(call[-1].shape[1]))
+    monkeypatch.setattr(pieces, "AT_ONCE", 16)
+    monkeypatch.setattr(pieces, "PIECE", 10)
+    assert [generate([prompt], 12, False)[0] for prompt in prompts] == expected
+    assert read[0] == read[1] == 10
+    read.clear()
+    assert generate(prompts, 12, False) == expected
+    assert read[0] > 16
+
+
 def test_a_line_break_ends_an_answer_after_its_first_token(model, chat, monkeypatch):
     seen = {}
     generate = type(model).generate

@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 import rpe3d
 from rpe3d.evaluate import likelihood
 from rpe3d.evaluate.likelihood import head_in_pieces, token_nll
+from rpe3d.models import pieces
 
 SIZE = {
     "vocab_size": 97,
@@ -84,6 +85,25 @@ def test_the_decoder_runs_once_and_under_the_law(tokens):
     assert len(runs) == 1
     torch.testing.assert_close(ours, own_nll(model, tokens), rtol=1e-5, atol=1e-5)
     assert (ours - stock).abs().max() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("family", "law"), [("llama", {"far": 3}), ("llama", {}), ("gemma3_text", None), ("granite", None)]
+)
+def test_a_window_too_long_to_be_read_at_once_has_the_losses_of_one_that_is(monkeypatch, tokens, family, law):
+    """Pieces of 16 tokens, of which the last has two; the decoder's outputs of all of them go through the head."""
+    model = make(family)
+    head_in_pieces(model)
+    if law is not None:
+        rpe3d.extend(model, context=256, chunk=8, window=8, reach=24, **law)
+    expected = own_nll(model, tokens)
+    monkeypatch.setattr(pieces, "AT_ONCE", 40)
+    monkeypatch.setattr(pieces, "PIECE", 16)
+    read = []
+    model.model.layers[0].register_forward_hook(lambda *call: read.append(call[-1].shape[1]))
+    torch.testing.assert_close(token_nll(model, tokens), expected, rtol=1e-5, atol=1e-4)
+    assert read == [16, 16, 16, 2]
+    torch.testing.assert_close(token_nll(model, tokens, last=9), expected[:, -9:], rtol=1e-5, atol=1e-4)
 
 
 def test_a_model_whose_head_cannot_be_cut_is_asked_for_all_of_its_logits(tokens):

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rpe3d.models.pieces import continued, read_long
+
 PIECE = 2**27  # logits in memory at once, 512 MiB in float32
 _CHECKED = "_rpe3d_head_in_pieces"
 
@@ -57,14 +59,22 @@ def _in_pieces(model: Any, seen: Any, tokens: Tensor, last: int, piece: int) -> 
 
 
 def _hidden(model: Any, tokens: Tensor) -> Any:
-    """Return the decoder's output inside the model's own forward, so that nothing before or around it is left out."""
+    """Return the decoder's output inside the model's own forward, so that nothing before or around it is left out.
+
+    A window that is too long to be read at once is read in pieces, and their outputs are joined.
+    """
     seen: list[Any] = []
     hook = model.get_decoder().register_forward_hook(lambda *call: seen.append(call[-1]))
     try:
-        model(tokens, use_cache=False, logits_to_keep=1)
+        model(**continued(tokens, read_long(model, tokens)), logits_to_keep=1)
     finally:
         hook.remove()
-    return seen[0]
+    if len(seen) == 1:
+        return seen[0]
+    joined = copy.copy(seen[-1])
+    joined.last_hidden_state = torch.cat([part.last_hidden_state for part in seen], dim=1)
+    joined.past_key_values = None
+    return joined
 
 
 @contextmanager

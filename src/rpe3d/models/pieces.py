@@ -15,6 +15,8 @@ from rpe3d.models.extend import law_of
 
 PIECE = 32768
 """Tokens read at once, unless asked for otherwise: enough to keep a GPU busy."""
+AT_ONCE = 2**17
+"""Tokens up to which a measurement reads a text at once."""
 
 
 def read(model: Any, ids: Tensor, piece: int = PIECE, told: Callable[[int], None] = lambda done: None) -> Any:
@@ -34,6 +36,18 @@ def read(model: Any, ids: Tensor, piece: int = PIECE, told: Callable[[int], None
             model(ids[:, start : start + piece], past_key_values=cache, use_cache=True, **last)
             told(start + piece)
     return cache
+
+
+def read_long(model: Any, ids: Tensor) -> Any:
+    """Read what is longer than AT_ONCE but for its last piece, and return the cache; None where nothing was read."""
+    return read(model, ids, PIECE) if ids.shape[1] > AT_ONCE else None
+
+
+def continued(ids: Tensor, cache: Any) -> dict[str, Any]:
+    """Return the arguments of a forward that reads what a cache lacks of a text; of all of it where there is none."""
+    if cache is None:
+        return {"input_ids": ids, "use_cache": False}
+    return {"input_ids": ids[:, cache.get_seq_length() :], "past_key_values": cache, "use_cache": True}
 
 
 def refusal(model: Any) -> str | None:

@@ -12,6 +12,7 @@ import tiny_lm
 from rpe3d.config import ConfigError
 from rpe3d.evaluate import Tokens, copy_nll, make_copy, make_passkey, passkey
 from rpe3d.evaluate.tasks.retrieval import passage_of, passkey_found
+from rpe3d.models import pieces
 
 
 @pytest.mark.parametrize("first", [(), (0,)])
@@ -83,14 +84,23 @@ def test_the_answer_is_the_greedy_continuation(model, tokenizer):
     assert passkey(model, trial) == expected[0, prompt.shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("right", [0, 1, 3, 5])
-def test_one_forward_hears_the_greedy_answer_up_to_its_first_error(model, tokenizer, right):
-    """The model's own words are made the right answer for `right` tokens, and something else from there on."""
+@pytest.mark.parametrize(("right", "at_once"), [(0, 512), (1, 512), (3, 512), (5, 512), (3, 256), (5, 256)])
+def test_one_forward_hears_the_greedy_answer_up_to_its_first_error(monkeypatch, model, tokenizer, right, at_once):
+    """The model's own words are made the right answer for `right` tokens, and something else from there on.
+
+    A long prompt is read in pieces before that forward.
+    """
+    monkeypatch.setattr(pieces, "AT_ONCE", at_once)
+    monkeypatch.setattr(pieces, "PIECE", 100)
     trial = make_passkey(tokenizer, 512, 0.5, seed=0)
     trial = replace(trial, answer=[0] * 5)
-    said = passkey(model, trial)
+    said = passkey(model, trial)  # which has tried the head
     answer = [token if i < right else (token + 1) % 257 for i, token in enumerate(said)]
+    read = []
+    hook = model.model.layers[0].register_forward_hook(lambda *call: read.append(call[-1].shape[1]))
     assert passkey_found(model, replace(trial, answer=answer)) == said[: right + 1]
+    hook.remove()
+    assert len(read) == (1 if at_once == 512 else 6)
 
 
 def test_a_model_that_knows_the_key_is_heard_token_by_token(tokenizer):

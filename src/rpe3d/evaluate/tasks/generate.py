@@ -9,6 +9,7 @@ import torch
 
 from rpe3d.evaluate.memory import out_of_memory
 from rpe3d.evaluate.tasks.chat import Chat
+from rpe3d.models.pieces import read_long
 
 Generator = Callable[[Sequence[str], int, bool], list[str]]
 """Answers to prompts of at most so many tokens, cut at the first line break if asked: any engine can be one."""
@@ -48,6 +49,7 @@ def _answers(model: Any, chat: Chat, prompts: Sequence[str], max_new: int, line_
     out = model.generate(
         ids,
         attention_mask=mask,
+        past_key_values=read_long(model, ids) if bool(mask.all()) else None,
         do_sample=False,
         num_beams=1,
         max_new_tokens=max_new,

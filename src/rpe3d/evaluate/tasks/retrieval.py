@@ -14,6 +14,7 @@ from torch import Tensor
 from rpe3d.config import ConfigError
 from rpe3d.evaluate.likelihood import head_in_pieces, token_nll
 from rpe3d.evaluate.texts import Tokens
+from rpe3d.models.pieces import continued, read_long
 from rpe3d.text import encode
 
 PASSAGE = 512
@@ -91,9 +92,9 @@ def passkey_found(model: Any, trial: Passkey) -> list[int]:
     As long as the model agrees, that answer is what it has said, so its next token is that of `passkey`. Decoding takes
     a step for every token instead, most of the time of a short prompt.
     """
-    tokens = torch.cat([trial.prompt, torch.tensor(trial.answer[:-1], dtype=trial.prompt.dtype)])
+    tokens = torch.cat([trial.prompt, torch.tensor(trial.answer[:-1], dtype=trial.prompt.dtype)])[None].to(model.device)
     last = {"logits_to_keep": len(trial.answer)} if head_in_pieces(model) else {}
-    logits = model(tokens[None].to(model.device), use_cache=False, **last).logits
+    logits = model(**continued(tokens, read_long(model, tokens[:, : len(trial.prompt)])), **last).logits
     said: list[int] = logits[0, -len(trial.answer) :].argmax(-1).tolist()
     right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(said, trial.answer, strict=True)))
     return said[: right + 1]
