@@ -6,9 +6,10 @@
 
 Vectors are such that neighbouring tokens are alike, as in a text: what a tile of queries must load is the union of
 what they choose, and a column says how many times one query's choice it is. No time is reported for kernels that fail
-their check against the specification in float64. Every row is a ratio against a peer in the same run. Training is a
-forward and its backward; `mib` is the peak of both, with vectors and gradients. Writes chosen-cuda.csv. Variants are
-prompts with one constant of the kernels changed, each with the time of its kernels.
+their check against the specification in float64. Every row is a ratio against a peer in the same run. `--parts piece`
+has the last 32k of a million tokens. Training is a forward and its backward; `mib` is the peak of both, with vectors
+and gradients. Writes chosen-cuda.csv. Variants are prompts with one constant of the kernels changed, each with the time
+of its kernels.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from attention import Attention, graph_milliseconds, milliseconds, plain
 from rpe3d import Law, make_law
@@ -150,6 +152,25 @@ def prefill(rows: Rows, law: Any, lengths: list[int]) -> None:
         mine = milliseconds(ours, q, k, v, repeat=repeat)
         extra = {"union": round(union(made, q, k), 2), "mib": peak(ours, q, k, v), "peer_mib": peak(plain, q, k, v)}
         add(rows, "prefill", law, tokens, 1, mine, "sdpa-cudnn", peer, PREFILL.get(tokens), **extra)
+
+
+def piece(rows: Rows, law: Any) -> None:
+    """Time the last queries of a million tokens, as a document is read in pieces; the peer sees all keys."""
+    tokens, queries = 1048576, 32768
+    q, k, v = alike(HEADS, queries), alike(GROUPS, tokens), alike(GROUPS, tokens)
+    made = chosen.Kernels(check(q, k, v, law, rotated=True))
+
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return made(q, k, v, None)[0]
+
+    def peer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return sdpa(q, k, v, enable_gqa=True)
+
+    check_rows(law, ours(q, k, v), q, k, v, [5, queries - 40], 32)
+    mine, other = milliseconds(ours, q, k, v, repeat=3), milliseconds(peer, q, k, v, repeat=3)
+    mib = {"mib": peak(ours, q, k, v), "peer_mib": peak(peer, q, k, v)}
+    add(rows, f"prefill, the last {queries}", law, tokens, 1, mine, "sdpa-cudnn", other, None, **mib)
 
 
 @contextmanager
@@ -377,6 +398,8 @@ def main() -> None:
                 decode_paged(rows, law)
             elif part == "variants":
                 variants(rows, law, [int(n) for n in given.lengths.split(",")], given.variants)
+            elif part == "piece":
+                piece(rows, law)
             elif part == "train":
                 train(rows, law, [int(n) for n in given.trained.split(",")])
             else:

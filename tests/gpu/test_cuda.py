@@ -349,6 +349,19 @@ def test_a_prompt_whose_queries_choose_goes_through_kernels():
     assert (lse.double() - truth_lse).abs().quantile(0.99) < 0.02
 
 
+def test_more_blocks_than_16_bits_count_are_chosen_from():
+    """As in a text of half a million tokens and more with blocks of 16; lists have 32 bits then."""
+    own = CHOOSING | {"block": 4, "far": 24}
+    law = small_law("3d-rpe", pretrained=256, context=2**20, head_dim=64, sinks=0, **own)
+    x = random_problem(law, "cuda", h=4, g=2, t=77, s=140_000, dtype=torch.bfloat16)
+    assert explain(x)[0] == "chosen"
+    out, lse = attention(x.q, x.k, x.v, law, rotated=True)
+    truth, truth_lse = reference.attend(in_float64(x))
+    apart = (out.double() - truth).norm(dim=-1) / truth.norm(dim=-1)
+    assert apart.quantile(0.95) < 0.02
+    assert (lse.double() - truth_lse).abs().quantile(0.95) < 0.02
+
+
 def test_a_forward_on_the_cpu_starts_the_driver_and_the_plugin_sees_it():
     """After it a fork could not use CUDA, while torch went on saying that nothing was started."""
     program = (
