@@ -22,6 +22,7 @@ from torch import Tensor
 from rpe3d.config import ConfigError
 from rpe3d.evaluate.grid import Progress
 from rpe3d.evaluate.likelihood import token_nll
+from rpe3d.evaluate.needles import needles_nll
 from rpe3d.evaluate.texts import Tokens
 from rpe3d.geometry.laws.bounded import BLOCK, FADE, FOCUS
 from rpe3d.models import extend, restore
@@ -171,14 +172,17 @@ def pick(effective: int, pretrained: int, context: int, way: Way = "even") -> di
 
 @dataclass(frozen=True, kw_only=True)
 class Weighed:
-    """Mean losses under a law: of text, and of passages repeated from all distances."""
+    """Mean losses under a law: of text, of passages repeated from all distances, and of answers about needles."""
 
     text: float
     again: float
+    needles: float | None = None
+    """None where windows are too short to hide needles in them."""
 
     @property
     def cost(self) -> float:
-        return self.text + self.again
+        """Sum of the losses, all in nats per token."""
+        return self.text + self.again + (self.needles or 0.0)
 
 
 def weigh(
@@ -192,16 +196,22 @@ def weigh(
     progress: Progress,
     *,
     ways: Sequence[Way] = WAYS,
+    tokenizer: Any = None,
 ) -> dict[Way, Weighed]:
-    """Measure windows of `length` under each way of `pick`. The model is stock before and afterwards."""
+    """Measure windows of `length` under each way of `pick`. The model is stock before and afterwards.
+
+    Needles are hidden where there is a tokenizer to write them.
+    """
     weighed = {}
     for way in ways:
         extend(model, "3d-rpe", context=length, **pick(effective, pretrained, length, way))
         try:
             found = measure_distances(model, texts, length, seeds, first, progress)
+            hidden = None if tokenizer is None else needles_nll(model, texts, tokenizer, length, seeds, first, progress)
         finally:
             restore(model)
-        weighed[way] = Weighed(text=fmean(one.text for one in found), again=fmean(one.again for one in found))
+        losses = {"text": fmean(one.text for one in found), "again": fmean(one.again for one in found)}
+        weighed[way] = Weighed(**losses, needles=hidden)
     return weighed
 
 
