@@ -2,7 +2,7 @@
 
 A window has up to eight needles at even depths, RULER's words for one, and ends with a question and its answer for
 each, in another order. What the answers cost in nats, which are a few tokens each, tells laws apart that a count of
-right answers would not; LongRoPE2's search is guided by such a "needle-driven" perplexity.
+right answers would not (LongRoPE2, arXiv 2502.20082, fits by the same tokens).
 """
 
 from __future__ import annotations
