@@ -182,11 +182,8 @@ def _weighing(tuned: Tuned) -> str:
     """Say what each way costs that was weighed, and which was picked."""
     if tuned.picked is None:
         return "the defaults, since the texts are too short to try another"
-    parts = [[one.text, one.again, *([] if one.needles is None else [one.needles])] for one in tuned.weighed.values()]
-    what = "text, repetitions and needles" if len(parts[0]) == 3 else "text and repetitions"
     first, *others = (
-        (" + ".join(f"{loss:.3f}" for loss in losses), f"{WAYS[way]} ({way})")
-        for way, losses in zip(tuned.weighed, parts, strict=True)
+        (f"{one.text:.3f} + {one.again:.3f}", f"{WAYS[way]} ({way})") for way, one in tuned.weighed.items()
     )
     costs = ", ".join([" nats ".join(first), *(" ".join(other) for other in others)])
-    return f"at {tuned.length} tokens {what} cost {costs}; {tuned.picked} is picked, as none costs less"
+    return f"at {tuned.length} tokens text and repetitions cost {costs}; {tuned.picked} is picked, as none costs less"

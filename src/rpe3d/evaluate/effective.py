@@ -22,7 +22,6 @@ from torch import Tensor
 from rpe3d.config import ConfigError
 from rpe3d.evaluate.grid import Progress
 from rpe3d.evaluate.likelihood import token_nll
-from rpe3d.evaluate.needles import needles_nll
 from rpe3d.evaluate.texts import Tokens
 from rpe3d.geometry.laws.bounded import BLOCK, FADE, FOCUS
 from rpe3d.models import extend, restore
@@ -172,17 +171,14 @@ def pick(effective: int, pretrained: int, context: int, way: Way = "even") -> di
 
 @dataclass(frozen=True, kw_only=True)
 class Weighed:
-    """Mean losses under a law: of text, of passages repeated from all distances, and of answers about needles."""
+    """Mean losses under a law: of text, and of passages repeated from all distances."""
 
     text: float
     again: float
-    needles: float | None = None
-    """None where windows are too short to hide needles in them."""
 
     @property
     def cost(self) -> float:
-        """Sum of the losses, all in nats per token."""
-        return self.text + self.again + (self.needles or 0.0)
+        return self.text + self.again
 
 
 def weigh(
@@ -196,22 +192,16 @@ def weigh(
     progress: Progress,
     *,
     ways: Sequence[Way] = WAYS,
-    tokenizer: Any = None,
 ) -> dict[Way, Weighed]:
-    """Measure windows of `length` under each way of `pick`. The model is stock before and afterwards.
-
-    Needles are hidden where there is a tokenizer to write them.
-    """
+    """Measure windows of `length` under each way of `pick`. The model is stock before and afterwards."""
     weighed = {}
     for way in ways:
         extend(model, "3d-rpe", context=length, **pick(effective, pretrained, length, way))
         try:
             found = measure_distances(model, texts, length, seeds, first, progress)
-            hidden = None if tokenizer is None else needles_nll(model, texts, tokenizer, length, seeds, first, progress)
         finally:
             restore(model)
-        losses = {"text": fmean(one.text for one in found), "again": fmean(one.again for one in found)}
-        weighed[way] = Weighed(**losses, needles=hidden)
+        weighed[way] = Weighed(text=fmean(one.text for one in found), again=fmean(one.again for one in found))
     return weighed
 
 

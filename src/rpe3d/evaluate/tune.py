@@ -2,9 +2,8 @@
 
 The law file: what `Law.to_dict` gives, and "measured": {"command", "model", "versions", "texts", "seeds", "criterion",
 "effective": positions, or 0 where it copies from nowhere, "distances": [{"distance", "first", "again", "text"}],
-"weighed": {"even", "anchored" and, where it was tried, "chosen": {"length", "seeds", "text", "again", "needles"}}, and
-"picked": {"way": one of them, "criterion"}; both are empty where there was nothing to choose. "needles" is null where
-windows are too short for them. Files of 0.2 have neither "needles" nor "picked"}.
+"weighed": {"even", "anchored" and, where it was tried, "chosen": {"length", "seeds", "text", "again"}}, and "picked":
+{"way": one of them, "criterion"}; both are empty where there was nothing to choose. Files of 0.2 have no "picked"}.
 That of `rpe3d tune --law dpe` has "task", "samples", "others": the scale of the groups that are not tried, and
 "trials": [{"group", "scale", "score"}] in place of what follows "texts".
 """
@@ -93,8 +92,7 @@ def tune(
     if 0 < used < length:
         with_chosen = model.device.type == "cuda" if chosen is None else chosen
         ways = [way for way in effective.WAYS if way != "chosen" or with_chosen]
-        given = used, pretrained, tokens, length, again, first, progress
-        weighed = effective.weigh(model, *given, ways=ways, tokenizer=tokenizer)
+        weighed = effective.weigh(model, used, pretrained, tokens, length, again, first, progress, ways=ways)
     picked = effective.cheapest(weighed) if weighed else None
     if used:
         law = make_law(
@@ -110,7 +108,7 @@ def tune(
         "effective": used,
         "distances": [asdict(one) for one in distances],
         "weighed": {way: {"length": length, "seeds": again, **asdict(one)} for way, one in weighed.items()},
-        "picked": {"way": picked, "criterion": "text + again + needles is the lowest"} if picked else {},
+        "picked": {"way": picked, "criterion": "text + again is the lowest"} if picked else {},
     }
     return Tuned(
         law=law,
