@@ -186,7 +186,10 @@ def test_they_choose_as_the_specification_does_and_attend_to_that(options, devic
 
 
 def test_how_work_is_cut_changes_no_choice(device, monkeypatch):
-    """Parts that are shorter than the room for aims, pieces that begin within a part, rows of a kind in shared room."""
+    """Parts that are shorter than the room for aims, pieces that begin within a part, rows of a kind in shared room.
+
+    And programs that compute the levels of many blocks, a few at a time.
+    """
     from rpe3d.attention.chosen import select
 
     monkeypatch.setattr(select, "DIRECT", 16)  # direct searches, then groups
@@ -211,6 +214,8 @@ def test_how_work_is_cut_changes_no_choice(device, monkeypatch):
         return unions
 
     whole = found([(queries, [queries])])
+    for name, few in (("COLUMNS", 16), ("SPAN", 32), ("PROGRAMS", 1)):
+        monkeypatch.setattr(select, name, few)
     for parts, pieces in (((3, 1, 4), (1, 2)), ((2, 5), (2, 1))):
         work = [(part, list(cut(part, *pieces))) for part in cut(queries, *parts)]
         assert len(work) > 2

@@ -31,7 +31,7 @@ from rpe3d.attention.chosen.search import (
     _above,
     _choosable,
     _cut,
-    _level,
+    _packed_level,
     _row_levels,
     _search,
 )
@@ -50,7 +50,15 @@ PER_WARP = 2048
 REGISTERS = 168
 """Of a thread that searches, at most: twelve warps to a processor."""
 ROWS = 128
-"""Rows of a program that computes levels: with 64, half as much again is read for each level."""
+"""Rows of a program that computes levels: with 64, twice as much is read for each level."""
+COLUMNS = 64
+"""Blocks that it takes at a time: with 128, one program fills a processor, and nothing runs beside its products."""
+SPAN = 512
+"""Blocks of a program that computes levels, at most."""
+PROGRAMS = 1024
+"""That compute levels, at least, before one of them has more than COLUMNS blocks."""
+STAGES = 3
+"""Of the loop that computes levels: how many summaries are on their way."""
 
 
 @triton.jit
@@ -217,40 +225,40 @@ def _aims_kernel(
 @triton.jit(do_not_specialize=["first", "rows", "blocks", "row_start", "all_rows"])
 @no_type_check
 def _levels_kernel(
-    aims, summaries, levels, tops, words, first, rows, blocks, row_start, stride, chunk, near, per_chunk, all_rows,
+    aims, summaries, levels, tops, first, rows, blocks, row_start, stride, span, chunk, near, per_chunk, all_rows,
     all_blocks,
-    TILE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, ALWAYS: tl.constexpr, INVERSE_STEP: tl.constexpr,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDEN: tl.constexpr,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, INVERSE_STEP: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PTX: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Compute the levels of BLOCK_N blocks for BLOCK_M rows, and the highest of every GROUP of blocks; clear the words.
+    """Compute the levels of `span` blocks for BLOCK_M rows, BLOCK_N at a time, and the highest of every GROUP of them.
 
     Nothing is written where none of these rows may choose any of those blocks. Row 0 is row `row_start` of the aims.
     """
-    across = tl.cdiv(blocks, BLOCK_N)
-    top_row, left = tl.program_id(0) // across * BLOCK_M, tl.program_id(0) % across * BLOCK_N
+    across = tl.cdiv(blocks, span)
+    top_row, left = tl.program_id(0) // across * BLOCK_M, tl.program_id(0) % across * span
     last = first + tl.minimum(top_row + BLOCK_M, rows) - 1
-    if left < _choosable(last, chunk, near, per_chunk):
-        # Where the tile begins is one number; what lies within it needs 32 bits alone, and few registers.
+    right = tl.minimum(left + span, _choosable(last, chunk, near, per_chunk))
+    if left < right:
+        # Where the rows begin is one number; what lies within them needs 32 bits alone, and few registers.
         head = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-        r, c, d = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N), tl.arange(0, WIDTH)[None, :]
+        r, d = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, WIDTH)[None, :]
         live = r < rows - top_row
         aims += (head * all_rows + row_start + top_row) * DIM
         aim = tl.load(aims + r * DIM + d, mask=live & (d < DIM), other=0.0)
-        summaries += (head * all_blocks + left) * DIM
-        there = (c < blocks - left)[:, None] & (d < DIM)
-        summary = tl.load(summaries + c[:, None] * DIM + d, mask=there, other=0.0)
-        score = _dot(aim, tl.trans(summary), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), WIDEN, "ieee")
-        level = _level(score, (left + c < ALWAYS)[None, :], INVERSE_STEP)
-        levels += (head * rows + top_row) * stride + left
-        tl.store(levels + r * stride + c[None, :], level, mask=live)  # a row has room for whole tiles
-        if GROUP > 1:
-            top = tl.max(tl.reshape(level.to(tl.int32), [BLOCK_M, BLOCK_N // GROUP, GROUP]), 2).to(tl.int16)
-            tops += ((head * rows + top_row) * stride + left) // GROUP
-            tl.store(tops + r * (stride // GROUP) + tl.arange(0, BLOCK_N // GROUP)[None, :], top, mask=live)
-        tile = tl.arange(0, BLOCK_M // TILE)[:, None]
-        words += (head * tl.cdiv(rows, TILE) + top_row // TILE) * stride + left
-        there = tl.broadcast_to(tile * TILE < rows - top_row, [BLOCK_M // TILE, BLOCK_N])
-        tl.store(words + tile * stride + c[None, :], tl.zeros(there.shape, tl.int32), mask=there)
+        summaries += head * all_blocks * DIM
+        levels += (head * rows + top_row) * stride
+        tops += (head * rows + top_row) * (stride // GROUP)
+        for start in tl.range(left, right, BLOCK_N, num_stages=STAGES):
+            c = start + tl.arange(0, BLOCK_N)
+            there = (c < blocks)[:, None] & (d < DIM)
+            summary = tl.load(summaries + c[:, None] * DIM + d, mask=there, other=0.0)
+            score = _dot(aim, tl.trans(summary), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), WIDEN, "ieee")
+            level = _packed_level(score, INVERSE_STEP, PTX)
+            tl.store(levels + (r * stride + c[None, :]), level, mask=live)  # a row has room for whole tiles
+            if GROUP > 1:
+                top = tl.max(tl.reshape(level.to(tl.int32), [BLOCK_M, BLOCK_N // GROUP, GROUP]), 2).to(tl.int16)
+                g = start // GROUP + tl.arange(0, BLOCK_N // GROUP)[None, :]
+                tl.store(tops + (r * (stride // GROUP) + g), top, mask=live)
 
 
 @triton.jit(do_not_specialize=["first", "rows", "query_start", "end"])
@@ -319,6 +327,7 @@ def _unions_kernel(
 
     Blocks that both halves of a tile choose come first, then those of the first half alone, then those of the second;
     each of the three in order. They are written as tile `first_tile` and those after it, of `tiles` that there are.
+    Words are all zero afterwards, as the next rows need them.
     """
     LOW: tl.constexpr = (1 << TILE // HALVES) - 1 if HALVES == 2 else 0
     tile = tl.program_id(0)
@@ -355,6 +364,7 @@ def _unions_kernel(
         two += tl.sum(in_two, 0)
         tl.store(picked + entry, n.to(picked.dtype.element_ty), mask=word != 0)
         tl.store(bits + entry, word, mask=word != 0)
+        tl.store(words + n, tl.zeros_like(word), mask=word != 0)
     tl.store(ends + 3 * place + 2, two)
 
 
@@ -430,11 +440,16 @@ class Selection:
         }  # fmt: skip
 
     def summaries(self, k: Tensor, blocks: int) -> tuple[BFloat16[Tensor, "b g m d"], Float32[Tensor, "b g d"]]:
-        """Return the summaries of the first blocks of keys, and the centre of all keys."""
+        """Return the summaries of the first blocks of keys, and the centre of all keys.
+
+        A block that is always chosen has none: what is not a number comes first.
+        """
         first = min(self.choice.centre, self.region.unit) // self.choice.size
         centre = self._means(k, first, 0).mean(2)
         means = self._means(k, blocks, self.choice.lead)
-        return direction(means - centre[:, :, None], means).to(torch.bfloat16), centre
+        found = direction(means - centre[:, :, None], means).to(torch.bfloat16)
+        found[:, :, : self.choice.always] = torch.nan
+        return found, centre
 
     def _means(self, k: Tensor, blocks: int, lead: int) -> Float32[Tensor, "b g m d"]:
         """Return the mean of every one of the first blocks of keys, and of so many keys before it."""
@@ -564,14 +579,15 @@ class Selection:
             torch.empty(b * g * max(rows * columns for rows, columns, _ in some), dtype=some[0][2], device=device)
             for some in needs
         )
+        words.zero_()
         scoring = _levels.series(
             device,
-            (aims, summaries, levels, tops, words),
+            (aims, summaries, levels, tops),
             (*self._bands, all_rows, summaries.shape[2]),
             {
-                "TILE": tile, "DIM": d, "WIDTH": max(16, _power(d)), "ALWAYS": choice.always,
-                "INVERSE_STEP": 1 / choice.STEP, "GROUP": group, "BLOCK_M": block_m, "BLOCK_N": 128,
-                "WIDEN": INTERPRETED,
+                "DIM": d, "WIDTH": max(16, _power(d)), "INVERSE_STEP": 1 / choice.STEP, "GROUP": group,
+                "BLOCK_M": block_m, "BLOCK_N": COLUMNS, "STAGES": STAGES if d <= 128 else 2,
+                "PTX": not INTERPRETED and torch.version.hip is None, "WIDEN": INTERPRETED,
             },
             {"num_warps": 8, "maxnreg": 128},
         )  # fmt: skip
@@ -595,9 +611,9 @@ class Selection:
 
         def launch(piece: range, first: int, aimed: int) -> None:
             start, rows, blocks = piece.start, len(piece), self.choosable(piece[-1])
-            columns = _cdiv(blocks, 128)
-            stride = 128 * columns
-            scoring((_cdiv(rows, block_m) * columns, g, b), start, rows, blocks, start - aimed, stride)
+            stride, tall = 128 * _cdiv(blocks, 128), _cdiv(rows, block_m)
+            span = COLUMNS * max(1, min(SPAN, tall * g * b * blocks // PROGRAMS) // COLUMNS)
+            scoring((tall * _cdiv(blocks, span), g, b), start, rows, blocks, start - aimed, stride, span)
             marking((_cdiv(rows, each), g, b), start, rows, stride)
             uniting((_cdiv(rows, tile), g, b), start, (start - first) // tile, stride)
 
