@@ -29,11 +29,11 @@ from rpe3d.attention.chosen.search import (
     LOWEST,
     TOGETHER,
     _above,
+    _below,
     _choosable,
     _cut,
     _packed_level,
     _row_levels,
-    _search,
 )
 from rpe3d.attention.decode.loop import _cdiv, _power
 from rpe3d.attention.prefill.kernel import _dot
@@ -261,12 +261,27 @@ def _levels_kernel(
                 tl.store(tops + (r * (stride // GROUP) + g), top, mask=live)
 
 
-@triton.jit(do_not_specialize=["first", "rows", "query_start", "end"])
+@triton.jit
+@no_type_check
+def _list(lists, count, n, some, ROWS: tl.constexpr, ACROSS: tl.constexpr, THREADS: tl.constexpr):
+    """Append some of the numbers n to the list of each row, in any order; return how many it has then.
+
+    Of THREADS numbers each is another thread's, which counts its own: threads then add up once, not for all numbers.
+    """
+    some = tl.reshape(some.to(tl.int32), [ROWS, ACROSS // THREADS, THREADS])
+    each = tl.sum(some, 1)
+    place = (count[:, None] + tl.cumsum(each, 1) - each - 1)[:, None, :] + tl.cumsum(some, 1)
+    n = tl.broadcast_to(tl.reshape(n, [1, ACROSS // THREADS, THREADS]), some.shape)
+    tl.store(lists[:, :, None] + place, n, mask=some != 0)
+    return count + tl.sum(each, 1)
+
+
+@triton.jit(do_not_specialize=["first", "rows", "tops_stride", "query_start", "end"])
 @no_type_check
 def _marks_kernel(
-    levels, tops, groups, words, first, rows, stride, query_start, end, most, chunk, near, per_chunk,
+    levels, tops, groups, words, first, rows, stride, tops_stride, query_start, end, most, chunk, near, per_chunk,
     TILE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, ACROSS: tl.constexpr, TILES: tl.constexpr,
-    ROOM: tl.constexpr,
+    ROOM: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
     """Mark the blocks that ROWS rows choose: bit r of a tile's word of a block where its row r chooses it.
 
@@ -284,36 +299,41 @@ def _marks_kernel(
     n = tl.arange(0, ACROSS)[None, :]
     if GROUP == 1:
         level = _row_levels(levels, n, can[:, None])
-        low, begin = _cut(level, levels, can, most, ROWS, ACROSS, TILES)
-        some = _above(level, n, can, low, begin)
+        low, begin = _cut(level, levels, n, can, can, most, ROWS, ACROSS, TILES)
+        some = _above(level, n, low, begin)
         tl.atomic_or(words + n, tl.broadcast_to(bit, some.shape), mask=some, sem="relaxed")
         if TILES > 1:
             for start in range(ACROSS, tl.max(can), ACROSS):
                 level = _row_levels(levels, start + n, can[:, None])
-                some = _above(level, start + n, can, low, begin)
+                some = _above(level, start + n, low, begin)
                 tl.atomic_or(words + start + n, tl.broadcast_to(bit, some.shape), mask=some, sem="relaxed")
     else:
-        tops += at[:, None] * (stride // GROUP)
+        tops += at[:, None] * tops_stride
         groups += at[:, None] * ROOM
         whole = can // GROUP
-        low, begin = _search(tops, whole, most, ROWS, ACROSS, TILES)
+        # As `_row_levels`, with one address for all levels of a thread.
+        thread, step = tl.arange(0, THREADS)[None, None, :], THREADS * tl.arange(0, ACROSS // THREADS)[None, :, None]
+        left = whole[:, None, None] - thread
+        level = tl.load((tops[:, :, None] + thread) + step, mask=step < left, other=LOWEST)
+        level = tl.reshape(_below(level, step, left), [ROWS, ACROSS])
+        low, begin = _cut(level, tops, n, whole, whole, most, ROWS, ACROSS, TILES)
         count = tl.zeros([ROWS], tl.int32)
-        SOME: tl.constexpr = min(ACROSS, 1024)  # Triton's cumulative sum of more takes ten times as long
-        for start in range(0, tl.max(whole), SOME):
-            g = start + tl.arange(0, SOME)[None, :]
-            some = _above(_row_levels(tops, g, whole[:, None]), g, whole, low, begin).to(tl.int32)
-            place = count[:, None] + tl.cumsum(some, 1) - some
-            tl.store(groups + place, tl.broadcast_to(g, some.shape), mask=some != 0)
-            count += tl.sum(some, 1)
+        count = _list(groups, count, n, _above(level, n, low, begin), ROWS, ACROSS, THREADS)
+        if TILES > 1:
+            for start in range(ACROSS, tl.max(whole), ACROSS):
+                m = start + n
+                some = _above(_row_levels(tops, m, whole[:, None]), m, low, begin)
+                count = _list(groups, count, m, some, ROWS, ACROSS, THREADS)
         tl.debug_barrier()  # what other threads have written is read now
-        n = tl.arange(0, ROOM * GROUP)[None, :]
-        can = count * GROUP
-        group = tl.load(groups + n // GROUP, mask=n < can[:, None], other=0)
-        block = tl.max_contiguous(tl.multiple_of(group * GROUP + n % GROUP, [1, GROUP]), [1, GROUP])
-        level = tl.load(levels + block, mask=n < can[:, None], other=0).to(tl.int32)
-        level = tl.where(n < can[:, None], level, LOWEST - 1)
-        low, begin = _cut(level, levels, can, most, ROWS, ROOM * GROUP, 1)
-        some = _above(level, n, can, low, begin)
+        slot = tl.arange(0, ROOM)[None, :]
+        there = slot < count[:, None]
+        group = tl.load(groups + slot, mask=there, other=0)
+        block = group[:, :, None] * GROUP + tl.arange(0, GROUP)[None, None, :]
+        level = tl.load(levels[:, :, None] + block, mask=there[:, :, None], other=LOWEST)
+        level = tl.reshape(_below(level, slot[:, :, None], count[:, None, None]), [ROWS, ROOM * GROUP])
+        block = tl.reshape(block, [ROWS, ROOM * GROUP])
+        low, begin = _cut(level, levels, block, count * GROUP, can, most, ROWS, ROOM * GROUP, 1)
+        some = _above(level, block, low, begin)
         tl.atomic_or(words + block, tl.broadcast_to(bit, some.shape), mask=some, sem="relaxed")
 
 
@@ -593,13 +613,17 @@ class Selection:
         )  # fmt: skip
         widest = across if group == 1 else max(across, few * group)
         each = max(1, 8192 // widest) if INTERPRETED else 1
+        warps = max(1, min(8, widest // PER_WARP))
         marking = _marks.series(
             device,
             (levels, tops, groups, words),
             (there.start, there.stop, choice.most, *self._bands),
-            {"TILE": tile, "GROUP": group, "ROWS": each, "ACROSS": across, "TILES": times, "ROOM": few},
-            {"num_warps": max(1, min(8, widest // PER_WARP)), "maxnreg": REGISTERS},
-        )
+            {
+                "TILE": tile, "GROUP": group, "ROWS": each, "ACROSS": across, "TILES": times, "ROOM": few,
+                "THREADS": min(across, 32 * warps),
+            },
+            {"num_warps": warps, "maxnreg": REGISTERS},
+        )  # fmt: skip
         _, _, tiles, room = unions.picked.shape
         uniting = _unions.series(
             device,
@@ -614,7 +638,7 @@ class Selection:
             stride, tall = 128 * _cdiv(blocks, 128), _cdiv(rows, block_m)
             span = COLUMNS * max(1, min(SPAN, tall * g * b * blocks // PROGRAMS) // COLUMNS)
             scoring((tall * _cdiv(blocks, span), g, b), start, rows, blocks, start - aimed, stride, span)
-            marking((_cdiv(rows, each), g, b), start, rows, stride)
+            marking((_cdiv(rows, each), g, b), start, rows, stride, stride // group)
             uniting((_cdiv(rows, tile), g, b), start, (start - first) // tile, stride)
 
         return launch
