@@ -73,6 +73,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "levels of 256 blocks to a program": {"select.SPAN": 256},
     "levels of 1024 blocks to a program": {"select.SPAN": 1024},
     "levels of 64 blocks to a program": {"select.SPAN": 64},
+    "unions of 1024 words at a time": {"select.WORDS": 1024},
+    "unions of 4096 words at a time": {"select.WORDS": 4096},
     "near keys in one kernel": {"near": "kernel"},
     "near keys in library calls": {"near": "calls"},
     "levels that stay in the cache": {"LEVELS": 2**25},

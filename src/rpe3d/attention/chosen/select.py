@@ -57,6 +57,8 @@ SPAN = 512
 """Blocks of a program that computes levels, at most."""
 PROGRAMS = 1024
 """That compute levels, at least, before one of them has more than COLUMNS blocks."""
+WORDS = 2048
+"""Blocks of a tile that are united at a time: a launch has few tiles of a long text, and waits for the slowest."""
 STAGES = 3
 """Of the loop that computes levels: how many summaries are on their way."""
 
@@ -153,10 +155,20 @@ def _means_kernel(
         tl.store(means + rest, z / count, mask=live & others)
 
 
+@triton.jit
+@no_type_check
+def _turns_kernel(table, turns, PAIRS: tl.constexpr, HALF: tl.constexpr):
+    """Compute cos and sin of what pairs turn by over a distance: one distance per program."""
+    i, pair = tl.program_id(0), tl.arange(0, HALF)[None, :]
+    cos, sin = _cos_sin(tl.load(table + pair, mask=pair < PAIRS, other=0.0) * i)
+    tl.store(turns + 2 * i * HALF + pair, cos)
+    tl.store(turns + (2 * i + 1) * HALF + pair, sin)
+
+
 @triton.jit(do_not_specialize=["first", "rows", "all_rows", "end", "query_start"])
 @no_type_check
 def _aims_kernel(
-    q, k, centre, aims, table, first, rows, all_rows, end, query_start, scaling, decay, asking,
+    q, k, centre, aims, table, turns, first, rows, all_rows, end, query_start, scaling, decay, asking,
     q_b, q_h, q_t, k_b, k_h, k_s,
     GROUP: tl.constexpr, RECENT: tl.constexpr,
     DIM: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
@@ -165,7 +177,7 @@ def _aims_kernel(
     """Compute the aims of BLOCK_M queries at positions first, first + 1, ...; the first of q stands at query_start.
 
     Equals `Chooser.aims`. Σ decay^i R(-(p - i)) k_{p-i} = R(-p) Σ decay^i R(i) k_{p-i}: each key is turned by its
-    distance, the same for all rows, and the sum by its position. Rows that no query stands at are zeros.
+    distance, the same for all rows (`turns`), and the sum by its position. Rows that no query stands at are zeros.
     """
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     group, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -183,7 +195,8 @@ def _aims_kernel(
         there = live & (p >= i)
         place = k + (p - i).to(tl.int64)[:, None] * k_s
         u, w, same = _load3(place, there[:, None], one, two, rest, pairs, others, ROTATED)
-        cos, sin = _cos_sin(turn * i)
+        cos = tl.load(turns + 2 * i * HALF + tl.arange(0, HALF)[None, :])
+        sin = tl.load(turns + (2 * i + 1) * HALF + tl.arange(0, HALF)[None, :])
         x += share * (u * cos - w * sin)
         y += share * (w * cos + u * sin)
         z += share * same
@@ -371,25 +384,27 @@ def _unions_kernel(
         n = start + tl.arange(0, ACROSS)
         word = tl.load(words + n, mask=n < can, other=0)
         if HALVES == 2:
-            in_both = (((word & LOW) != 0) & ((word & ~LOW) != 0)).to(tl.int32)
-            in_one = ((word & LOW) != 0).to(tl.int32) - in_both
-            in_two = ((word & ~LOW) != 0).to(tl.int32) - in_both
-            entry = tl.where(in_both != 0, both + tl.cumsum(in_both, 0), one + tl.cumsum(in_one, 0))
-            entry = tl.where(in_two != 0, two + tl.cumsum(in_two, 0), entry) - 1
-            both += tl.sum(in_both, 0)
-            one += tl.sum(in_one, 0)
+            # Three counts in one number: of both halves, of the first alone, of the second alone.
+            kind = tl.where((word & LOW) == 0, 40, tl.where((word & ~LOW) == 0, 20, 0))
+            each = (word != 0).to(tl.int64) << kind
+            begin = tl.where(kind == 0, both, tl.where(kind == 20, one, two))
+            entry = begin + ((tl.cumsum(each, 0) >> kind) & 0xFFFFF).to(tl.int32) - 1
+            total = tl.sum(each, 0)
+            both += (total & 0xFFFFF).to(tl.int32)
+            one += ((total >> 20) & 0xFFFFF).to(tl.int32)
+            two += (total >> 40).to(tl.int32)
         else:
-            in_two = (word != 0).to(tl.int32)
-            entry = two + tl.cumsum(in_two, 0) - 1
-        two += tl.sum(in_two, 0)
+            some = (word != 0).to(tl.int32)
+            entry = two + tl.cumsum(some, 0) - 1
+            two += tl.sum(some, 0)
         tl.store(picked + entry, n.to(picked.dtype.element_ty), mask=word != 0)
         tl.store(bits + entry, word, mask=word != 0)
         tl.store(words + n, tl.zeros_like(word), mask=word != 0)
     tl.store(ends + 3 * place + 2, two)
 
 
-_means, _aims, _levels = Launcher(_means_kernel), Launcher(_aims_kernel), Launcher(_levels_kernel)
-_marks, _unions = Launcher(_marks_kernel), Launcher(_unions_kernel)
+_means, _turns, _aims = Launcher(_means_kernel), Launcher(_turns_kernel), Launcher(_aims_kernel)
+_levels, _marks, _unions = Launcher(_levels_kernel), Launcher(_marks_kernel), Launcher(_unions_kernel)
 INTERPRETED = _means.interpreted
 
 
@@ -541,7 +556,7 @@ class Selection:
         (b, h, t, d), g = q.shape, k.shape[1]
         series = _aims.series(
             q.device,
-            (q, k, centre, aims, self.table),
+            (q, k, centre, aims, self.table, self._turns(q.device)),
             (
                 aims.shape[2], start + t, start, 1 / self.law.attention_scaling, self.choice.decay, self.choice.query,
                 *q.stride()[:3], *k.stride()[:3],
@@ -550,6 +565,18 @@ class Selection:
             {"num_warps": 8},
         )  # fmt: skip
         return lambda queries: series((_cdiv(len(queries), 64), g, b), queries.start, len(queries))
+
+    def _turns(self, device: torch.device) -> Float32[Tensor, "n 2 half"]:
+        """Return cos and sin of what pairs turn by over the distances of recent keys, as a kernel computes them."""
+        recent, sizes = self.choice.recent, {name: self.vectors(0)[name] for name in ("PAIRS", "HALF")}
+
+        def compute() -> Tensor:
+            turns = torch.empty(recent, 2, sizes["HALF"], dtype=torch.float32, device=device)
+            _turns(device, (recent, 1, 1), (self.table, turns), sizes, {"num_warps": 1})
+            return turns
+
+        found: Tensor = self.law.kept(("turns", device), compute)
+        return found
 
     def unite(
         self, unions: Unions, q: Tensor, k: Tensor, centre: Tensor, summaries: Tensor, work: Work, *, first: int,
@@ -625,12 +652,13 @@ class Selection:
             {"num_warps": warps, "maxnreg": REGISTERS},
         )  # fmt: skip
         _, _, tiles, room = unions.picked.shape
+        wide = min(WORDS, across * group)
         uniting = _unions.series(
             device,
             (words, *unions),
             (*self._bands, tiles, room),
-            {"TILE": tile, "HALVES": self.halves, "ACROSS": 1024},
-            {"num_warps": 4},
+            {"TILE": tile, "HALVES": self.halves, "ACROSS": wide},
+            {"num_warps": max(1, wide // 256)},
         )
 
         def launch(piece: range, first: int, aimed: int) -> None:
