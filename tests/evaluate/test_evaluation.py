@@ -248,13 +248,14 @@ def test_a_long_prompt_is_read_in_pieces_and_answered_alike(model, chat, monkeyp
     generate, prompts = generator(model, chat), ["a long prompt of many words", "short"]
     expected = [generate([prompt], 12, False)[0] for prompt in prompts]
     read = []
-    model.model.layers[0].register_forward_hook(lambda *call: read.append(call[-1].shape[1]))
+    hook = model.model.layers[0].register_forward_hook(lambda *call: read.append(call[-1].shape[1]))
     monkeypatch.setattr(pieces, "AT_ONCE", 16)
     monkeypatch.setattr(pieces, "PIECE", 10)
     assert [generate([prompt], 12, False)[0] for prompt in prompts] == expected
     assert read[0] == read[1] == 10
     read.clear()
     assert generate(prompts, 12, False) == expected
+    hook.remove()
     assert read[0] > 16
 
 
