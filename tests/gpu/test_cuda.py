@@ -338,28 +338,26 @@ def test_what_queries_look_for_is_found_in_heads_that_lie_far_apart():
     assert torch.equal(one, other)
 
 
-def test_a_prompt_whose_queries_choose_goes_through_kernels():
-    law = small_law("3d-rpe", pretrained=256, context=4096, head_dim=64, sinks=0, **CHOOSING)
-    x = random_problem(law, "cuda", t=500, s=500, dtype=torch.bfloat16)
+@pytest.mark.parametrize(
+    ("own", "context", "options", "share"),
+    [
+        ({}, 4096, {"t": 500, "s": 500}, 0.99),
+        ({"block": 4, "far": 24}, 2**20, {"h": 4, "g": 2, "t": 77, "s": 140_000}, 0.95),
+    ],
+)
+def test_a_prompt_whose_queries_choose_goes_through_kernels(own, context, options, share):
+    """The second has more blocks than 16 bits count, as half a million tokens have in blocks of 16: longer lists.
+
+    A few rows may have chosen another block that scores the same to rounding.
+    """
+    law = small_law("3d-rpe", pretrained=256, context=context, head_dim=64, sinks=0, **CHOOSING | own)
+    x = random_problem(law, "cuda", dtype=torch.bfloat16, **options)
     assert explain(x)[0] == "chosen"
     out, lse = attention(x.q, x.k, x.v, law, rotated=True)
     truth, truth_lse = reference.attend(in_float64(x))
     apart = (out.double() - truth).norm(dim=-1) / truth.norm(dim=-1)
-    assert apart.quantile(0.99) < 0.02
-    assert (lse.double() - truth_lse).abs().quantile(0.99) < 0.02
-
-
-def test_more_blocks_than_16_bits_count_are_chosen_from():
-    """As in a text of half a million tokens and more with blocks of 16; lists have 32 bits then."""
-    own = CHOOSING | {"block": 4, "far": 24}
-    law = small_law("3d-rpe", pretrained=256, context=2**20, head_dim=64, sinks=0, **own)
-    x = random_problem(law, "cuda", h=4, g=2, t=77, s=140_000, dtype=torch.bfloat16)
-    assert explain(x)[0] == "chosen"
-    out, lse = attention(x.q, x.k, x.v, law, rotated=True)
-    truth, truth_lse = reference.attend(in_float64(x))
-    apart = (out.double() - truth).norm(dim=-1) / truth.norm(dim=-1)
-    assert apart.quantile(0.95) < 0.02
-    assert (lse.double() - truth_lse).abs().quantile(0.95) < 0.02
+    assert apart.quantile(share) < 0.02
+    assert (lse.double() - truth_lse).abs().quantile(share) < 0.02
 
 
 def test_a_forward_on_the_cpu_starts_the_driver_and_the_plugin_sees_it():

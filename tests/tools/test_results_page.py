@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import csv
+import json
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
+import measured
 import results
 
 ROOT = Path(__file__).parents[2]
@@ -48,3 +52,32 @@ def test_a_difference_in_our_disfavour_is_bold():
     assert not results._signed(
         "ppl", results.difference("smollm2", 65536, "ppl", "3d-rpe", "3d-rpe:far=128")
     ).startswith("**")
+
+
+def test_what_compare_measured_is_kept_in_place_of_the_same_law_and_length(tmp_path, monkeypatch):
+    """A line for the row, and one for each window, copy and passkey; other laws stay as they are."""
+    names = ("compare-large-qwen2.5-coder.csv", "compare-large-qwen2.5-coder-windows.csv")
+    for name in names:
+        shutil.copy(results.RESULTS / name, tmp_path)
+    before = [(tmp_path / name).read_text().splitlines() for name in names]
+    windows = [{"text": "pg1_A_Book.txt.xz", "start": 0, "nll": 2.0, "tail_nll": 1.5}]
+    windows.append({"text": "hott_book.tex.txt.xz", "start": 0, "nll": 1.0, "tail_nll": 0.5})
+    numbers = {"ppl": 4.4817, "tail_ppl": 2.7183, "copy_nll": 0.25, "passkey": 1, "passkey_n": 1}
+    row = {"law": "dca", "length": 131072, "status": "ok", "parameters": {"chunk": 8}, "commit": "abc+", **numbers}
+    row |= {"windows": windows, "copies": [{"nll": 0.25, "seed": 0}], "passkeys": [{"depth": 0.5, "correct": True}]}
+    file = tmp_path / "compare.json"
+    file.write_text(json.dumps({"model": {"device": "a GPU"}, "rows": [row, row | {"law": "x", "status": "failed"}]}))
+    monkeypatch.setattr(measured, "RESULTS", tmp_path)
+    line = ["measured.py", str(file), "--model", "qwen2.5-coder", "--commit", "abc"]
+    monkeypatch.setattr(sys, "argv", line)
+    measured.main()
+    rows, items = ((tmp_path / name).read_text().splitlines() for name in names)
+    assert rows[-1] == "a GPU,abc,dca,chunk=8,131072,4.4817,2.7183,0.25,1,1,2,1"
+    assert rows[:-1] == [one for one in before[0] if ",dca,chunk=" not in one or ",131072," not in one]
+    assert items[-4:] == [
+        "a GPU,abc,dca,131072,window,pg1,2.00000,1.50000",
+        "a GPU,abc,dca,131072,window,hott_book,1.00000,0.50000",
+        "a GPU,abc,dca,131072,copy,0,0.25000,",
+        "a GPU,abc,dca,131072,passkey,0.5,1,",
+    ]
+    assert items[:-4] == [one for one in before[1] if ",dca,131072," not in one]
