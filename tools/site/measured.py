@@ -63,6 +63,11 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="which benchmarks/results/compare-large-MODEL.csv")
     parser.add_argument("--commit", help="the commit that measured; default: as the rows say")
     given = parser.parse_args()
+    if not given.file.is_file():
+        parser.error(f"there is no file {given.file}: name what `rpe3d compare --json` wrote")
+    known = [path.stem.removeprefix("compare-large-") for path in sorted(RESULTS.glob("compare-large-*[!s].csv"))]
+    if given.model not in known:
+        parser.error(f"no results of {given.model} are kept: --model is one of {', '.join(known)}")
     found = json.loads(given.file.read_text(encoding="utf-8"))
     machine = found["model"]["device"]
     rows = [row for row in found["rows"] if row["status"] == "ok"]
