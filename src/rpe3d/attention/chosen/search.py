@@ -65,18 +65,20 @@ def _choosable(p, chunk, near, per_chunk):
 @triton.jit
 @no_type_check
 def _below(level, n, can):
-    """Return levels that are the lowest where there is no block n as below all: less the sign of a difference.
+    """Return levels that are 0 where there is no block n as below all: less the sign of a difference, times as much.
 
-    A mask that is kept for so many numbers costs more than all else, since a thread has seven bits for masks.
+    A mask that is kept for so many numbers costs more than all else, since a thread has seven bits for masks. They are
+    not loaded as the lowest: where a mask is the same for neighbours, Triton 3.6 gives every other number of 16 bits
+    below 0 as -1.
     """
-    return level.to(tl.int32) - ((can - 1 - n).to(tl.uint32, bitcast=True) >> 31).to(tl.int32)
+    return level.to(tl.int32) + ((can - 1 - n).to(tl.uint32, bitcast=True) >> 31).to(tl.int32) * (LOWEST - 1)
 
 
 @triton.jit
 @no_type_check
 def _row_levels(levels, n, can):
     """Levels of rows for blocks n; below all where there is no such block."""
-    return _below(tl.load(levels + n, mask=n < can, other=LOWEST), n, can)
+    return _below(tl.load(levels + n, mask=n < can, other=0), n, can)
 
 
 @triton.jit

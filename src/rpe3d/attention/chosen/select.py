@@ -26,7 +26,6 @@ from torch import Tensor
 from rpe3d.attention.chooser import ALIKE, direction
 from rpe3d.attention.chosen.search import (
     HELD,
-    LOWEST,
     TOGETHER,
     _above,
     _below,
@@ -327,7 +326,7 @@ def _marks_kernel(
         # As `_row_levels`, with one address for all levels of a thread.
         thread, step = tl.arange(0, THREADS)[None, None, :], THREADS * tl.arange(0, ACROSS // THREADS)[None, :, None]
         left = whole[:, None, None] - thread
-        level = tl.load((tops[:, :, None] + thread) + step, mask=step < left, other=LOWEST)
+        level = tl.load((tops[:, :, None] + thread) + step, mask=step < left, other=0)
         level = tl.reshape(_below(level, step, left), [ROWS, ACROSS])
         low, begin = _cut(level, tops, n, whole, whole, most, ROWS, ACROSS, TILES)
         count = tl.zeros([ROWS], tl.int32)
@@ -342,7 +341,7 @@ def _marks_kernel(
         there = slot < count[:, None]
         group = tl.load(groups + slot, mask=there, other=0)
         block = group[:, :, None] * GROUP + tl.arange(0, GROUP)[None, None, :]
-        level = tl.load(levels[:, :, None] + block, mask=there[:, :, None], other=LOWEST)
+        level = tl.load(levels[:, :, None] + block, mask=there[:, :, None], other=0)
         level = tl.reshape(_below(level, slot[:, :, None], count[:, None, None]), [ROWS, ROOM * GROUP])
         block = tl.reshape(block, [ROWS, ROOM * GROUP])
         low, begin = _cut(level, levels, block, count * GROUP, can, most, ROWS, ROOM * GROUP, 1)
