@@ -111,7 +111,7 @@ def ways() -> dict[str, Way]:
     ships = partial(before, first=128)
     made += [ships(keys=keys) for keys in (0.0625, 0.125, 0.25, 0.5, 2)]
     made += [ships(faded=True)]
-    made += [ships(keys=keys, decay=decay) for keys in (1, 0.25, 0.125) for decay in (0.8, 0.7)]
+    made += [ships(decay=decay) for decay in (0.8, 0.7)]
     made += [Way(summary="mean", block=32, aim=0.5), Way(summary="mean", block=16, aim=0.5, faded=True)]
     made += [Way(summary="mean", block=8, agree=8), Way(summary="max", agree=8), Way(summary="max", z=2, faded=True)]
     return {way.name: way for way in made}
