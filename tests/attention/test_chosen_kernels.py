@@ -186,7 +186,10 @@ def test_they_choose_as_the_specification_does_and_attend_to_that(options, devic
 
 
 def test_how_work_is_cut_changes_no_choice(device, monkeypatch):
-    """Parts that are shorter than the room for aims, pieces that begin within a part, rows of a kind in shared room."""
+    """Parts that are shorter than the room for aims, pieces that begin within a part, rows of a kind in shared room.
+
+    And programs that compute the levels of many blocks, a few at a time.
+    """
     from rpe3d.attention.chosen import select
 
     monkeypatch.setattr(select, "DIRECT", 16)  # direct searches, then groups
@@ -211,6 +214,8 @@ def test_how_work_is_cut_changes_no_choice(device, monkeypatch):
         return unions
 
     whole = found([(queries, [queries])])
+    for name, few in (("COLUMNS", 16), ("SPAN", 32), ("PROGRAMS", 1)):
+        monkeypatch.setattr(select, name, few)
     for parts, pieces in (((3, 1, 4), (1, 2)), ((2, 5), (2, 1))):
         work = [(part, list(cut(part, *pieces))) for part in cut(queries, *parts)]
         assert len(work) > 2
@@ -447,7 +452,7 @@ def test_what_a_graph_has_captured_is_not_freed(device, monkeypatch):
 
 @pytest.mark.parametrize("most", [5, 40])
 @pytest.mark.parametrize("per_chunk", [1, 12, 8, 32])
-@pytest.mark.parametrize("kind", ["ties", "equal", "random", "rising", "highest"])
+@pytest.mark.parametrize("kind", ["ties", "lowest", "random", "rising", "highest"])
 def test_blocks_are_chosen_by_level_and_of_those_that_are_level_the_last(kind, per_chunk, most, device):
     """Whatever the levels, and however many blocks there are: sorting is the specification."""
     import math
@@ -457,7 +462,7 @@ def test_blocks_are_chosen_by_level_and_of_those_that_are_level_the_last(kind, p
     for can in (per_chunk, 96, 480):
         levels = {
             "ties": torch.randint(-3, 3, (can,)),
-            "equal": torch.full((can,), -7),
+            "lowest": torch.full((can,), -32768),
             "random": torch.randn(can) * 4000,
             "rising": torch.arange(can),
             "highest": torch.where(torch.rand(can) < 0.2, 32767, torch.randint(-32768, 32767, (can,))),

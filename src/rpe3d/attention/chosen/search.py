@@ -35,6 +35,28 @@ def _level(score, always, INVERSE_STEP: tl.constexpr):
 
 @triton.jit
 @no_type_check
+def _packed_level(score, INVERSE_STEP: tl.constexpr, PTX: tl.constexpr):
+    """Return `_level` of scores. PTX: in five instructions each, none of them one of the slow ones that convert.
+
+    Beside 1.5 · 2^23 + 2^15, rounding down is floor, and the last 16 bits are a level above the lowest. What is not a
+    number has ones there: the highest.
+    """
+    if not PTX:
+        return _level(score, False, INVERSE_STEP)
+    x = tl.maximum(score * INVERSE_STEP + 0.5, LOWEST, propagate_nan=tl.PropagateNan.ALL)
+    x = tl.minimum(x, HIGHEST - 1, propagate_nan=tl.PropagateNan.ALL)
+    return tl.inline_asm_elementwise(
+        """{ .reg .b32 a, b;
+        add.rm.f32 a, $1, 0f4B408000;
+        add.rm.f32 b, $2, 0f4B408000;
+        prmt.b32 a, a, b, 0x5410;
+        xor.b32 $0, a, 0x80008000; }""",
+        "=r,f,f", [x], dtype=tl.int16, is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
+@no_type_check
 def _choosable(p, chunk, near, per_chunk):
     """Say how many blocks a query at p may choose from: those of chunks more than `near` before its own."""
     return tl.maximum(p // chunk - near, 0) * per_chunk
@@ -42,10 +64,21 @@ def _choosable(p, chunk, near, per_chunk):
 
 @triton.jit
 @no_type_check
+def _below(level, n, can):
+    """Return levels that are 0 where there is no block n as below all: less the sign of a difference, times as much.
+
+    A mask that is kept for so many numbers costs more than all else, since a thread has seven bits for masks. They are
+    not loaded as the lowest: where a mask is the same for neighbours, Triton 3.6 gives every other number of 16 bits
+    below 0 as -1.
+    """
+    return level.to(tl.int32) + ((can - 1 - n).to(tl.uint32, bitcast=True) >> 31).to(tl.int32) * (LOWEST - 1)
+
+
+@triton.jit
+@no_type_check
 def _row_levels(levels, n, can):
     """Levels of rows for blocks n; below all where there is no such block."""
-    level = tl.load(levels + n, mask=n < can, other=0).to(tl.int32)
-    return tl.where(n < can, level, LOWEST - 1)
+    return _below(tl.load(levels + n, mask=n < can, other=0), n, can)
 
 
 @triton.jit
@@ -68,15 +101,14 @@ def _count(level, levels, n, can, least, tiles, ACROSS: tl.constexpr, TILES: tl.
 
 @triton.jit
 @no_type_check
-def _tail(level, highest, can, most, ACROSS: tl.constexpr):
+def _tail(level, can, most, ACROSS: tl.constexpr):
     """Return the level that `most` blocks of a row lie above if levels are normal, and how much lower twice as many do.
 
-    highest: how many have the highest level, which are left out. Sums are of integers, of squares in units of 128: a
-    search begins here, and ends where it must. The tail of a normal distribution by formula 26.2.22 of Abramowitz and
-    Stegun.
+    The lowest and the highest level are left out. Sums are of integers, of squares in units of 128: a search begins
+    here, and ends where it must. The tail of a normal distribution by formula 26.2.22 of Abramowitz and Stegun.
     """
-    x = tl.where((level >= LOWEST) & (level < HIGHEST), level, 0)
-    number = tl.maximum(tl.minimum(can, ACROSS) - highest, 1).to(tl.float32)
+    x = tl.where((level > LOWEST) & (level < HIGHEST), level, 0)
+    number = tl.maximum(tl.minimum(can, ACROSS), 1).to(tl.float32)
     mean = tl.sum(x, 1).to(tl.float32) / number
     x = (x + 64) >> 7
     square = tl.sum(x * x, 1).to(tl.float32) * 16384.0 / number
@@ -88,13 +120,15 @@ def _tail(level, highest, can, most, ACROSS: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _cut(level, levels, can, most, ROWS: tl.constexpr, ACROSS: tl.constexpr, TILES: tl.constexpr):
+def _cut(level, levels, block, can, end, most, ROWS: tl.constexpr, ACROSS: tl.constexpr, TILES: tl.constexpr):
     """Of every row the lowest level that it chooses, and the first block that it chooses of those at that level.
 
     A row chooses `most` blocks of the first `can`: those above the level, and of those at it the last ones. One that
-    has no more to choose from takes all: a level below all. The level is searched for between one that too few blocks
-    have and one that enough have, by interpolating the logarithm of their number, and by halving every third time.
+    has no more to choose from takes all: the lowest. The level is searched for between one that too few blocks
+    have and one that enough have: where a normal distribution has it, then by interpolating the logarithm of their
+    number, and if that takes long by halving every other time.
     `level` holds those of the first ACROSS blocks; where there are more TILES of them, others are read anew each time.
+    block: the numbers of the first ACROSS, all below `end`. They are 0, 1, ... or there is one of TILES.
     """
     searches = can > most
     low = tl.full([ROWS], LOWEST - 1, tl.int32)
@@ -102,35 +136,30 @@ def _cut(level, levels, can, most, ROWS: tl.constexpr, ACROSS: tl.constexpr, TIL
     if tl.max(can) > most:
         tiles = tl.cdiv(tl.max(can), ACROSS)
         n = tl.arange(0, ACROSS)[None, :]
-        # The first blocks alone have the highest level, and what is not a number.
-        count = _count(level, levels, n, can[:, None], tl.full([ROWS], HIGHEST, tl.int32), tiles, ACROSS, TILES)
-        flooded = count >= most
-        low = tl.where(flooded, HIGHEST, low)
-        high = tl.where(flooded, HIGHEST + 1, tl.full([ROWS], HIGHEST, tl.int32))
-        enough, few = tl.where(flooded, count, can), tl.where(flooded, 0, count)
-        guess, width = _tail(level, count, can, most, ACROSS)
+        high = tl.full([ROWS], HIGHEST + 1, tl.int32)
+        enough, few = can, tl.zeros([ROWS], tl.int32)
+        guess, width = _tail(level, can, most, ACROSS)
         wanted = tl.log2(most - 0.5)
+        over = tl.log2(tl.maximum(can, most).to(tl.float32)) - wanted
+        under = tl.zeros([ROWS], tl.float32) + wanted + 1.0
         turn = 0
         while tl.max(tl.where(searches & (enough != most), high - low, 0)) > 1:
-            above = tl.log2(tl.maximum(enough, most).to(tl.float32)) - wanted
-            share = above / (above + wanted - tl.log2(tl.maximum(few.to(tl.float32), 0.5)))
-            share = tl.where(turn % 3 == 1, 0.5, share)
-            middle = low + ((high - low).to(tl.float32) * share).to(tl.int32)
-            middle = tl.where(turn < 2, guess.to(tl.int32), middle)
+            share = tl.where((turn > 6) & (turn % 2 == 1), 0.5, over / (over + under))
+            middle = tl.where(turn < 2, guess.to(tl.int32), low + ((high - low).to(tl.float32) * share).to(tl.int32))
             middle = tl.minimum(tl.maximum(middle, low + 1), tl.maximum(high - 1, low + 1))
             count = _count(level, levels, n, can[:, None], middle, tiles, ACROSS, TILES)
-            guess = middle + width * (tl.log2(tl.maximum(count.to(tl.float32), 0.5)) - wanted)
+            excess = tl.log2(tl.maximum(count.to(tl.float32), 0.5)) - wanted
+            guess = middle + width * excess
             open = (high - low > 1) & (enough != most)
             up, down = open & (count >= most), open & (count < most)
-            low, enough = tl.where(up, middle, low), tl.where(up, count, enough)
-            high, few = tl.where(down, middle, high), tl.where(down, count, few)
+            low, enough, over = tl.where(up, middle, low), tl.where(up, count, enough), tl.where(up, excess, over)
+            high, few, under = tl.where(down, middle, high), tl.where(down, count, few), tl.where(down, -excess, under)
             turn += 1
         if tl.max(tl.where(searches, enough, 0)) > most:  # blocks are level, and the last of them are chosen
             last = most - few
-            end = can
             while tl.max(end - begin) > 1:
                 middle = (begin + end) >> 1
-                count = tl.sum(((level == low[:, None]) & (n >= middle[:, None])).to(tl.int32), 1)
+                count = tl.sum(((level == low[:, None]) & (block >= middle[:, None])).to(tl.int32), 1)
                 if TILES > 1:
                     for i in range(1, tiles):
                         more = _row_levels(levels, n + i * ACROSS, can[:, None])
@@ -140,19 +169,20 @@ def _cut(level, levels, can, most, ROWS: tl.constexpr, ACROSS: tl.constexpr, TIL
                 begin = tl.where(open & (count >= last), middle, begin)
                 end = tl.where(open & (count < last), middle, end)
             begin = tl.where(enough > most, begin, 0)
-    return tl.where(searches, low, LOWEST - 1), tl.where(searches, begin, 0)
+    return tl.where(searches, low, LOWEST), tl.where(searches, begin, 0)
 
 
 @triton.jit
 @no_type_check
 def _search(levels, can, most, ROWS: tl.constexpr, ACROSS: tl.constexpr, TILES: tl.constexpr):
     """Load the levels of rows and return their `_cut`."""
-    level = _row_levels(levels, tl.arange(0, ACROSS)[None, :], can[:, None])
-    return _cut(level, levels, can, most, ROWS, ACROSS, TILES)
+    n = tl.arange(0, ACROSS)[None, :]
+    level = _row_levels(levels, n, can[:, None])
+    return _cut(level, levels, n, can, can, most, ROWS, ACROSS, TILES)
 
 
 @triton.jit
 @no_type_check
-def _above(level, n, can, low, begin):
-    """Say which of the blocks n of rows lie within a cut."""
-    return (n < can[:, None]) & (level > tl.where(n >= begin[:, None], low[:, None] - 1, low[:, None]))
+def _above(level, n, low, begin):
+    """Say which of the blocks n of rows lie within a cut. Those that do not exist are below all levels."""
+    return level > tl.where(n >= begin[:, None], low[:, None] - 1, low[:, None])

@@ -26,14 +26,13 @@ from torch import Tensor
 from rpe3d.attention.chooser import ALIKE, direction
 from rpe3d.attention.chosen.search import (
     HELD,
-    LOWEST,
     TOGETHER,
     _above,
+    _below,
     _choosable,
     _cut,
-    _level,
+    _packed_level,
     _row_levels,
-    _search,
 )
 from rpe3d.attention.decode.loop import _cdiv, _power
 from rpe3d.attention.prefill.kernel import _dot
@@ -50,7 +49,17 @@ PER_WARP = 2048
 REGISTERS = 168
 """Of a thread that searches, at most: twelve warps to a processor."""
 ROWS = 128
-"""Rows of a program that computes levels: with 64, half as much again is read for each level."""
+"""Rows of a program that computes levels: with 64, twice as much is read for each level."""
+COLUMNS = 64
+"""Blocks that it takes at a time: with 128, one program fills a processor, and nothing runs beside its products."""
+SPAN = 512
+"""Blocks of a program that computes levels, at most."""
+PROGRAMS = 1024
+"""That compute levels, at least, before one of them has more than COLUMNS blocks."""
+WORDS = 2048
+"""Blocks of a tile that are united at a time: a launch has few tiles of a long text, and waits for the slowest."""
+STAGES = 3
+"""Of the loop that computes levels: how many summaries are on their way."""
 
 
 @triton.jit
@@ -145,10 +154,20 @@ def _means_kernel(
         tl.store(means + rest, z / count, mask=live & others)
 
 
+@triton.jit
+@no_type_check
+def _turns_kernel(table, turns, PAIRS: tl.constexpr, HALF: tl.constexpr):
+    """Compute cos and sin of what pairs turn by over a distance: one distance per program."""
+    i, pair = tl.program_id(0), tl.arange(0, HALF)[None, :]
+    cos, sin = _cos_sin(tl.load(table + pair, mask=pair < PAIRS, other=0.0) * i)
+    tl.store(turns + 2 * i * HALF + pair, cos)
+    tl.store(turns + (2 * i + 1) * HALF + pair, sin)
+
+
 @triton.jit(do_not_specialize=["first", "rows", "all_rows", "end", "query_start"])
 @no_type_check
 def _aims_kernel(
-    q, k, centre, aims, table, first, rows, all_rows, end, query_start, scaling, decay, asking,
+    q, k, centre, aims, table, turns, first, rows, all_rows, end, query_start, scaling, decay, asking,
     q_b, q_h, q_t, k_b, k_h, k_s,
     GROUP: tl.constexpr, RECENT: tl.constexpr,
     DIM: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
@@ -157,7 +176,7 @@ def _aims_kernel(
     """Compute the aims of BLOCK_M queries at positions first, first + 1, ...; the first of q stands at query_start.
 
     Equals `Chooser.aims`. Σ decay^i R(-(p - i)) k_{p-i} = R(-p) Σ decay^i R(i) k_{p-i}: each key is turned by its
-    distance, the same for all rows, and the sum by its position. Rows that no query stands at are zeros.
+    distance, the same for all rows (`turns`), and the sum by its position. Rows that no query stands at are zeros.
     """
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     group, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -175,7 +194,8 @@ def _aims_kernel(
         there = live & (p >= i)
         place = k + (p - i).to(tl.int64)[:, None] * k_s
         u, w, same = _load3(place, there[:, None], one, two, rest, pairs, others, ROTATED)
-        cos, sin = _cos_sin(turn * i)
+        cos = tl.load(turns + 2 * i * HALF + tl.arange(0, HALF)[None, :])
+        sin = tl.load(turns + (2 * i + 1) * HALF + tl.arange(0, HALF)[None, :])
         x += share * (u * cos - w * sin)
         y += share * (w * cos + u * sin)
         z += share * same
@@ -217,48 +237,63 @@ def _aims_kernel(
 @triton.jit(do_not_specialize=["first", "rows", "blocks", "row_start", "all_rows"])
 @no_type_check
 def _levels_kernel(
-    aims, summaries, levels, tops, words, first, rows, blocks, row_start, stride, chunk, near, per_chunk, all_rows,
+    aims, summaries, levels, tops, first, rows, blocks, row_start, stride, span, chunk, near, per_chunk, all_rows,
     all_blocks,
-    TILE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, ALWAYS: tl.constexpr, INVERSE_STEP: tl.constexpr,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDEN: tl.constexpr,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, INVERSE_STEP: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, PTX: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Compute the levels of BLOCK_N blocks for BLOCK_M rows, and the highest of every GROUP of blocks; clear the words.
+    """Compute the levels of `span` blocks for BLOCK_M rows, BLOCK_N at a time, and the highest of every GROUP of them.
 
     Nothing is written where none of these rows may choose any of those blocks. Row 0 is row `row_start` of the aims.
     """
-    across = tl.cdiv(blocks, BLOCK_N)
-    top_row, left = tl.program_id(0) // across * BLOCK_M, tl.program_id(0) % across * BLOCK_N
+    across = tl.cdiv(blocks, span)
+    top_row, left = tl.program_id(0) // across * BLOCK_M, tl.program_id(0) % across * span
     last = first + tl.minimum(top_row + BLOCK_M, rows) - 1
-    if left < _choosable(last, chunk, near, per_chunk):
-        # Where the tile begins is one number; what lies within it needs 32 bits alone, and few registers.
+    right = tl.minimum(left + span, _choosable(last, chunk, near, per_chunk))
+    if left < right:
+        # Where the rows begin is one number; what lies within them needs 32 bits alone, and few registers.
         head = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-        r, c, d = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N), tl.arange(0, WIDTH)[None, :]
+        r, d = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, WIDTH)[None, :]
         live = r < rows - top_row
         aims += (head * all_rows + row_start + top_row) * DIM
         aim = tl.load(aims + r * DIM + d, mask=live & (d < DIM), other=0.0)
-        summaries += (head * all_blocks + left) * DIM
-        there = (c < blocks - left)[:, None] & (d < DIM)
-        summary = tl.load(summaries + c[:, None] * DIM + d, mask=there, other=0.0)
-        score = _dot(aim, tl.trans(summary), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), WIDEN, "ieee")
-        level = _level(score, (left + c < ALWAYS)[None, :], INVERSE_STEP)
-        levels += (head * rows + top_row) * stride + left
-        tl.store(levels + r * stride + c[None, :], level, mask=live)  # a row has room for whole tiles
-        if GROUP > 1:
-            top = tl.max(tl.reshape(level.to(tl.int32), [BLOCK_M, BLOCK_N // GROUP, GROUP]), 2).to(tl.int16)
-            tops += ((head * rows + top_row) * stride + left) // GROUP
-            tl.store(tops + r * (stride // GROUP) + tl.arange(0, BLOCK_N // GROUP)[None, :], top, mask=live)
-        tile = tl.arange(0, BLOCK_M // TILE)[:, None]
-        words += (head * tl.cdiv(rows, TILE) + top_row // TILE) * stride + left
-        there = tl.broadcast_to(tile * TILE < rows - top_row, [BLOCK_M // TILE, BLOCK_N])
-        tl.store(words + tile * stride + c[None, :], tl.zeros(there.shape, tl.int32), mask=there)
+        summaries += head * all_blocks * DIM
+        levels += (head * rows + top_row) * stride
+        tops += (head * rows + top_row) * (stride // GROUP)
+        for start in tl.range(left, right, BLOCK_N, num_stages=STAGES):
+            c = start + tl.arange(0, BLOCK_N)
+            there = (c < blocks)[:, None] & (d < DIM)
+            summary = tl.load(summaries + c[:, None] * DIM + d, mask=there, other=0.0)
+            score = _dot(aim, tl.trans(summary), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), WIDEN, "ieee")
+            level = _packed_level(score, INVERSE_STEP, PTX)
+            tl.store(levels + (r * stride + c[None, :]), level, mask=live)  # a row has room for whole tiles
+            if GROUP > 1:
+                top = tl.max(tl.reshape(level.to(tl.int32), [BLOCK_M, BLOCK_N // GROUP, GROUP]), 2).to(tl.int16)
+                g = start // GROUP + tl.arange(0, BLOCK_N // GROUP)[None, :]
+                tl.store(tops + (r * (stride // GROUP) + g), top, mask=live)
 
 
-@triton.jit(do_not_specialize=["first", "rows", "query_start", "end"])
+@triton.jit
+@no_type_check
+def _list(lists, count, n, some, ROWS: tl.constexpr, ACROSS: tl.constexpr, THREADS: tl.constexpr):
+    """Append some of the numbers n to the list of each row, in any order; return how many it has then.
+
+    Of THREADS numbers each is another thread's, which counts its own: threads then add up once, not for all numbers.
+    """
+    some = tl.reshape(some.to(tl.int32), [ROWS, ACROSS // THREADS, THREADS])
+    each = tl.sum(some, 1)
+    place = (count[:, None] + tl.cumsum(each, 1) - each - 1)[:, None, :] + tl.cumsum(some, 1)
+    n = tl.broadcast_to(tl.reshape(n, [1, ACROSS // THREADS, THREADS]), some.shape)
+    tl.store(lists[:, :, None] + place, n, mask=some != 0)
+    return count + tl.sum(each, 1)
+
+
+@triton.jit(do_not_specialize=["first", "rows", "tops_stride", "query_start", "end"])
 @no_type_check
 def _marks_kernel(
-    levels, tops, groups, words, first, rows, stride, query_start, end, most, chunk, near, per_chunk,
+    levels, tops, groups, words, first, rows, stride, tops_stride, query_start, end, most, chunk, near, per_chunk,
     TILE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, ACROSS: tl.constexpr, TILES: tl.constexpr,
-    ROOM: tl.constexpr,
+    ROOM: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
     """Mark the blocks that ROWS rows choose: bit r of a tile's word of a block where its row r chooses it.
 
@@ -276,36 +311,41 @@ def _marks_kernel(
     n = tl.arange(0, ACROSS)[None, :]
     if GROUP == 1:
         level = _row_levels(levels, n, can[:, None])
-        low, begin = _cut(level, levels, can, most, ROWS, ACROSS, TILES)
-        some = _above(level, n, can, low, begin)
+        low, begin = _cut(level, levels, n, can, can, most, ROWS, ACROSS, TILES)
+        some = _above(level, n, low, begin)
         tl.atomic_or(words + n, tl.broadcast_to(bit, some.shape), mask=some, sem="relaxed")
         if TILES > 1:
             for start in range(ACROSS, tl.max(can), ACROSS):
                 level = _row_levels(levels, start + n, can[:, None])
-                some = _above(level, start + n, can, low, begin)
+                some = _above(level, start + n, low, begin)
                 tl.atomic_or(words + start + n, tl.broadcast_to(bit, some.shape), mask=some, sem="relaxed")
     else:
-        tops += at[:, None] * (stride // GROUP)
+        tops += at[:, None] * tops_stride
         groups += at[:, None] * ROOM
         whole = can // GROUP
-        low, begin = _search(tops, whole, most, ROWS, ACROSS, TILES)
+        # As `_row_levels`, with one address for all levels of a thread.
+        thread, step = tl.arange(0, THREADS)[None, None, :], THREADS * tl.arange(0, ACROSS // THREADS)[None, :, None]
+        left = whole[:, None, None] - thread
+        level = tl.load((tops[:, :, None] + thread) + step, mask=step < left, other=0)
+        level = tl.reshape(_below(level, step, left), [ROWS, ACROSS])
+        low, begin = _cut(level, tops, n, whole, whole, most, ROWS, ACROSS, TILES)
         count = tl.zeros([ROWS], tl.int32)
-        SOME: tl.constexpr = min(ACROSS, 1024)  # Triton's cumulative sum of more takes ten times as long
-        for start in range(0, tl.max(whole), SOME):
-            g = start + tl.arange(0, SOME)[None, :]
-            some = _above(_row_levels(tops, g, whole[:, None]), g, whole, low, begin).to(tl.int32)
-            place = count[:, None] + tl.cumsum(some, 1) - some
-            tl.store(groups + place, tl.broadcast_to(g, some.shape), mask=some != 0)
-            count += tl.sum(some, 1)
+        count = _list(groups, count, n, _above(level, n, low, begin), ROWS, ACROSS, THREADS)
+        if TILES > 1:
+            for start in range(ACROSS, tl.max(whole), ACROSS):
+                m = start + n
+                some = _above(_row_levels(tops, m, whole[:, None]), m, low, begin)
+                count = _list(groups, count, m, some, ROWS, ACROSS, THREADS)
         tl.debug_barrier()  # what other threads have written is read now
-        n = tl.arange(0, ROOM * GROUP)[None, :]
-        can = count * GROUP
-        group = tl.load(groups + n // GROUP, mask=n < can[:, None], other=0)
-        block = tl.max_contiguous(tl.multiple_of(group * GROUP + n % GROUP, [1, GROUP]), [1, GROUP])
-        level = tl.load(levels + block, mask=n < can[:, None], other=0).to(tl.int32)
-        level = tl.where(n < can[:, None], level, LOWEST - 1)
-        low, begin = _cut(level, levels, can, most, ROWS, ROOM * GROUP, 1)
-        some = _above(level, n, can, low, begin)
+        slot = tl.arange(0, ROOM)[None, :]
+        there = slot < count[:, None]
+        group = tl.load(groups + slot, mask=there, other=0)
+        block = group[:, :, None] * GROUP + tl.arange(0, GROUP)[None, None, :]
+        level = tl.load(levels[:, :, None] + block, mask=there[:, :, None], other=0)
+        level = tl.reshape(_below(level, slot[:, :, None], count[:, None, None]), [ROWS, ROOM * GROUP])
+        block = tl.reshape(block, [ROWS, ROOM * GROUP])
+        low, begin = _cut(level, levels, block, count * GROUP, can, most, ROWS, ROOM * GROUP, 1)
+        some = _above(level, block, low, begin)
         tl.atomic_or(words + block, tl.broadcast_to(bit, some.shape), mask=some, sem="relaxed")
 
 
@@ -319,6 +359,7 @@ def _unions_kernel(
 
     Blocks that both halves of a tile choose come first, then those of the first half alone, then those of the second;
     each of the three in order. They are written as tile `first_tile` and those after it, of `tiles` that there are.
+    Words are all zero afterwards, as the next rows need them.
     """
     LOW: tl.constexpr = (1 << TILE // HALVES) - 1 if HALVES == 2 else 0
     tile = tl.program_id(0)
@@ -342,24 +383,27 @@ def _unions_kernel(
         n = start + tl.arange(0, ACROSS)
         word = tl.load(words + n, mask=n < can, other=0)
         if HALVES == 2:
-            in_both = (((word & LOW) != 0) & ((word & ~LOW) != 0)).to(tl.int32)
-            in_one = ((word & LOW) != 0).to(tl.int32) - in_both
-            in_two = ((word & ~LOW) != 0).to(tl.int32) - in_both
-            entry = tl.where(in_both != 0, both + tl.cumsum(in_both, 0), one + tl.cumsum(in_one, 0))
-            entry = tl.where(in_two != 0, two + tl.cumsum(in_two, 0), entry) - 1
-            both += tl.sum(in_both, 0)
-            one += tl.sum(in_one, 0)
+            # Three counts in one number: of both halves, of the first alone, of the second alone.
+            kind = tl.where((word & LOW) == 0, 40, tl.where((word & ~LOW) == 0, 20, 0))
+            each = (word != 0).to(tl.int64) << kind
+            begin = tl.where(kind == 0, both, tl.where(kind == 20, one, two))
+            entry = begin + ((tl.cumsum(each, 0) >> kind) & 0xFFFFF).to(tl.int32) - 1
+            total = tl.sum(each, 0)
+            both += (total & 0xFFFFF).to(tl.int32)
+            one += ((total >> 20) & 0xFFFFF).to(tl.int32)
+            two += (total >> 40).to(tl.int32)
         else:
-            in_two = (word != 0).to(tl.int32)
-            entry = two + tl.cumsum(in_two, 0) - 1
-        two += tl.sum(in_two, 0)
+            some = (word != 0).to(tl.int32)
+            entry = two + tl.cumsum(some, 0) - 1
+            two += tl.sum(some, 0)
         tl.store(picked + entry, n.to(picked.dtype.element_ty), mask=word != 0)
         tl.store(bits + entry, word, mask=word != 0)
+        tl.store(words + n, tl.zeros_like(word), mask=word != 0)
     tl.store(ends + 3 * place + 2, two)
 
 
-_means, _aims, _levels = Launcher(_means_kernel), Launcher(_aims_kernel), Launcher(_levels_kernel)
-_marks, _unions = Launcher(_marks_kernel), Launcher(_unions_kernel)
+_means, _turns, _aims = Launcher(_means_kernel), Launcher(_turns_kernel), Launcher(_aims_kernel)
+_levels, _marks, _unions = Launcher(_levels_kernel), Launcher(_marks_kernel), Launcher(_unions_kernel)
 INTERPRETED = _means.interpreted
 
 
@@ -430,11 +474,16 @@ class Selection:
         }  # fmt: skip
 
     def summaries(self, k: Tensor, blocks: int) -> tuple[BFloat16[Tensor, "b g m d"], Float32[Tensor, "b g d"]]:
-        """Return the summaries of the first blocks of keys, and the centre of all keys."""
+        """Return the summaries of the first blocks of keys, and the centre of all keys.
+
+        A block that is always chosen has none: what is not a number comes first.
+        """
         first = min(self.choice.centre, self.region.unit) // self.choice.size
         centre = self._means(k, first, 0).mean(2)
         means = self._means(k, blocks, self.choice.lead)
-        return direction(means - centre[:, :, None], means).to(torch.bfloat16), centre
+        found = direction(means - centre[:, :, None], means).to(torch.bfloat16)
+        found[:, :, : self.choice.always] = torch.nan
+        return found, centre
 
     def _means(self, k: Tensor, blocks: int, lead: int) -> Float32[Tensor, "b g m d"]:
         """Return the mean of every one of the first blocks of keys, and of so many keys before it."""
@@ -506,7 +555,7 @@ class Selection:
         (b, h, t, d), g = q.shape, k.shape[1]
         series = _aims.series(
             q.device,
-            (q, k, centre, aims, self.table),
+            (q, k, centre, aims, self.table, self._turns(q.device)),
             (
                 aims.shape[2], start + t, start, 1 / self.law.attention_scaling, self.choice.decay, self.choice.query,
                 *q.stride()[:3], *k.stride()[:3],
@@ -515,6 +564,18 @@ class Selection:
             {"num_warps": 8},
         )  # fmt: skip
         return lambda queries: series((_cdiv(len(queries), 64), g, b), queries.start, len(queries))
+
+    def _turns(self, device: torch.device) -> Float32[Tensor, "n 2 half"]:
+        """Return cos and sin of what pairs turn by over the distances of recent keys, as a kernel computes them."""
+        recent, sizes = self.choice.recent, {name: self.vectors(0)[name] for name in ("PAIRS", "HALF")}
+
+        def compute() -> Tensor:
+            turns = torch.empty(recent, 2, sizes["HALF"], dtype=torch.float32, device=device)
+            _turns(device, (recent, 1, 1), (self.table, turns), sizes, {"num_warps": 1})
+            return turns
+
+        found: Tensor = self.law.kept(("turns", device), compute)
+        return found
 
     def unite(
         self, unions: Unions, q: Tensor, k: Tensor, centre: Tensor, summaries: Tensor, work: Work, *, first: int,
@@ -564,41 +625,47 @@ class Selection:
             torch.empty(b * g * max(rows * columns for rows, columns, _ in some), dtype=some[0][2], device=device)
             for some in needs
         )
+        words.zero_()
         scoring = _levels.series(
             device,
-            (aims, summaries, levels, tops, words),
+            (aims, summaries, levels, tops),
             (*self._bands, all_rows, summaries.shape[2]),
             {
-                "TILE": tile, "DIM": d, "WIDTH": max(16, _power(d)), "ALWAYS": choice.always,
-                "INVERSE_STEP": 1 / choice.STEP, "GROUP": group, "BLOCK_M": block_m, "BLOCK_N": 128,
-                "WIDEN": INTERPRETED,
+                "DIM": d, "WIDTH": max(16, _power(d)), "INVERSE_STEP": 1 / choice.STEP, "GROUP": group,
+                "BLOCK_M": block_m, "BLOCK_N": COLUMNS, "STAGES": STAGES if d <= 128 else 2,
+                "PTX": not INTERPRETED and torch.version.hip is None, "WIDEN": INTERPRETED,
             },
             {"num_warps": 8, "maxnreg": 128},
         )  # fmt: skip
         widest = across if group == 1 else max(across, few * group)
         each = max(1, 8192 // widest) if INTERPRETED else 1
+        warps = max(1, min(8, widest // PER_WARP))
         marking = _marks.series(
             device,
             (levels, tops, groups, words),
             (there.start, there.stop, choice.most, *self._bands),
-            {"TILE": tile, "GROUP": group, "ROWS": each, "ACROSS": across, "TILES": times, "ROOM": few},
-            {"num_warps": max(1, min(8, widest // PER_WARP)), "maxnreg": REGISTERS},
-        )
+            {
+                "TILE": tile, "GROUP": group, "ROWS": each, "ACROSS": across, "TILES": times, "ROOM": few,
+                "THREADS": min(across, 32 * warps),
+            },
+            {"num_warps": warps, "maxnreg": REGISTERS},
+        )  # fmt: skip
         _, _, tiles, room = unions.picked.shape
+        wide = min(WORDS, across * group)
         uniting = _unions.series(
             device,
             (words, *unions),
             (*self._bands, tiles, room),
-            {"TILE": tile, "HALVES": self.halves, "ACROSS": 1024},
-            {"num_warps": 4},
+            {"TILE": tile, "HALVES": self.halves, "ACROSS": wide},
+            {"num_warps": max(1, wide // 256)},
         )
 
         def launch(piece: range, first: int, aimed: int) -> None:
             start, rows, blocks = piece.start, len(piece), self.choosable(piece[-1])
-            columns = _cdiv(blocks, 128)
-            stride = 128 * columns
-            scoring((_cdiv(rows, block_m) * columns, g, b), start, rows, blocks, start - aimed, stride)
-            marking((_cdiv(rows, each), g, b), start, rows, stride)
+            stride, tall = 128 * _cdiv(blocks, 128), _cdiv(rows, block_m)
+            span = COLUMNS * max(1, min(SPAN, tall * g * b * blocks // PROGRAMS) // COLUMNS)
+            scoring((tall * _cdiv(blocks, span), g, b), start, rows, blocks, start - aimed, stride, span)
+            marking((_cdiv(rows, each), g, b), start, rows, stride, stride // group)
             uniting((_cdiv(rows, tile), g, b), start, (start - first) // tile, stride)
 
         return launch
