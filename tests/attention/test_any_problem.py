@@ -29,7 +29,7 @@ OWN = {
         {"chunk": 4, "window": 12, "reach": 20, "focus": 0.5, "fade": 0},
         {"chunk": 1, "window": 9, "reach": 30, "focus": 0, "fade": 0},
         {"chunk": 8, "window": 8, "reach": 20, "far": 3, "block": 4},
-        {"chunk": 4, "window": 8, "reach": 16, "far": 2, "block": 4, "focus": 1.5, "fade": 0.5, "sinks": 2},
+        {"chunk": 4, "window": 8, "reach": 16, "far": 2, "block": 4, "decay": 0.6, "focus": 1.5, "fade": 0.5, "sinks": 2},
         {"chunk": 2, "window": 2, "reach": 9, "far": 1, "block": 1},
     ],
     "3d-rpe-definition": [{"chunk": 24}, {"chunk": 16, "phi_base": 1.5}],

@@ -270,6 +270,8 @@ def test_gradients_are_those_of_attention_over_what_was_chosen():
         ({"block": 7}, "does not divide chunk 16: choose block 4"),
         ({"far": -1}, "far"),
         ({"far": 2.5}, "far"),
+        ({"decay": 0}, "decay"),
+        ({"decay": 1.1}, "decay"),
         ({"block": 0}, "block"),
     ],
 )

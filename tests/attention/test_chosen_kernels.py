@@ -174,8 +174,9 @@ class Given(Chooser):
         {"t": 77, "s": 77},
     ],
 )
-def test_they_choose_as_the_specification_does_and_attend_to_that(options, device):
-    x = problem(law_for(), device, **{"dtype": torch.bfloat16} | options)
+@pytest.mark.parametrize("decay", [0.9, 0.6])
+def test_they_choose_as_the_specification_does_and_attend_to_that(options, decay, device):
+    x = problem(law_for(decay=decay), device, **{"dtype": torch.bfloat16} | options)
     assert chosen.kernels_refusal(x) is None
     made = chosen.Kernels(x)
     out, lse = made(x.q, x.k, x.v, x.sinks)
@@ -325,7 +326,7 @@ def test_a_step_chooses_by_groups_of_any_size(changes, device):
 
 
 @pytest.mark.parametrize("trusted", [False, True])
-@pytest.mark.parametrize("changes", [{"rotary_dim": 20}, {"interleaved": True}])
+@pytest.mark.parametrize("changes", [{"rotary_dim": 20}, {"interleaved": True, "decay": 0.7}])
 def test_a_step_rotates_as_its_law_does(changes, trusted, device):
     """Some dimensions only, which are no power of two; neighbouring ones."""
     x = problem(law_for(**changes), device, dtype=torch.float32, t=1, s=233)

@@ -156,7 +156,7 @@ def test_sequences_of_all_lengths_share_a_step(page, splits, device):
         ({"head_dim": 128}, {"heads": 2, "groups": 2, "page": 32}),
         ({"rotary_dim": 20}, {}),
         ({"interleaved": True}, {}),
-        ({"block": 4}, {}),
+        ({"block": 4, "decay": 0.7}, {}),
         ({"block": 8, "far": 17, "first": 64}, {"page": 48}),
         ({"chunk": 96, "window": 96, "reach": 256}, {}),
         ({"block": 32}, {"page": 32}),

@@ -115,13 +115,13 @@ def test_the_smallest_and_the_largest_model_have_answers_without_nan():
 
 def test_every_parameter_of_far_keys_can_be_set_and_copied():
     """One value, one meaning: a slider changes its own parameter alone."""
-    given = {"reach": 300, "focus": 1.5, "fade": 0, "sinks": 2, "far": 8, "block": 4, "first": 16}
+    given = {"reach": 300, "focus": 1.5, "fade": 0, "sinks": 2, "far": 8, "block": 4, "first": 16, "decay": 0.8}
     found = answer({"law": "3d-rpe", **MODEL, **given})
     law = make_law("3d-rpe", **MODEL, **given)
     assert found["parameters"] == {"chunk": law.chunk, "window": law.window, **given}
-    assert "reach=300, focus=1.5, fade=0, sinks=2, far=8, block=4, first=16)" in found["code"]
-    told = "--reach 300 --set focus=1.5 --set fade=0 --set sinks=2 --set far=8 --set block=4 --set first=16 --out"
-    assert told in found["command"]
+    assert "reach=300, focus=1.5, fade=0, sinks=2, far=8, block=4, first=16, decay=0.8)" in found["code"]
+    told = "--reach 300 --set focus=1.5 --set fade=0 --set sinks=2 --set far=8 --set block=4 --set first=16 --set decay"
+    assert told + "=0.8 --out" in found["command"]
     usual = make_law("3d-rpe", **MODEL)
     assert answer({"law": "3d-rpe", **MODEL, "reach": 300})["parameters"]["focus"] == usual.focus
 

@@ -254,6 +254,10 @@ def test_files_of_every_version_give_the_law_that_they_were_written_for():
     before = saved_law({k: v for k, v in chosen.to_dict().items() if k != "first"})
     assert before == make_law("3d-rpe", **given, far=64, first=0)
     assert [law.regions[-1].choice.always for law in (before, chosen)] == [1, 8]
+    sharper = make_law("3d-rpe", **given, far=64, decay=0.8)
+    assert saved_law(sharper.to_dict()) == sharper
+    assert "decay" not in chosen.to_dict()  # so that a version from before it reads the file
+    assert [law.regions[-1].choice.decay for law in (chosen, sharper)] == [0.9, 0.8]
     with pytest.raises(ConfigError, match="law 'mine' is not known"):
         saved_law({"name": "mine"})
 

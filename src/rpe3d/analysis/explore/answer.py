@@ -24,7 +24,7 @@ from rpe3d.geometry import DEFAULT, LAWS, Law, decay_bound, make_law, resolution
 MODEL = ("pretrained", "context", "head_dim", "rope_theta")
 OPTIONS = ("chunk", "window", "reach")
 """Parameters that have an option of their own on the command line; the others are given by --set."""
-SLIDERS = (*OPTIONS, "focus", "fade", "sinks", "far", "block", "first")
+SLIDERS = (*OPTIONS, "focus", "fade", "sinks", "far", "block", "first", "decay")
 BUCKETS, IN_BUCKET, BANDS = 200, 16, 40
 SIDE = 36
 RINGS, ON_RING, ON_CIRCLE = 18, 11, 180

@@ -32,6 +32,7 @@ LIVE: Stops = {
     "far": [0, *(2**n for n in range(3, 11))],
     "block": [2**n for n in range(1, 8)],
     "first": [0, *(2**n for n in range(4, 10))],
+    "decay": [0.5, 0.6, 0.7, 0.8, 0.9, 1],
 }
 FILE: Stops = {
     "pretrained": [4096, 8192],
@@ -47,6 +48,7 @@ FILE: Stops = {
     "far": [],
     "block": [],
     "first": [],
+    "decay": [],
 }
 """A file has an answer to each combination, so it has no sliders for how far keys weigh."""
 

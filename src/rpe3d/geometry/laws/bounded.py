@@ -21,6 +21,8 @@ from rpe3d.geometry.region import Choice, Fade, Region, Turn
 
 BLOCK = 16
 FIRST = 128
+DECAY = 0.9
+"""Best of those tried on two small models; a larger one finds more needles with 0.8 (docs/log.md)."""
 FOCUS, FADE = 2.0, 0.125
 """How far keys weigh when there are more of them than the model knows; measured on two models (docs/log.md)."""
 
@@ -50,6 +52,11 @@ class Bounded(Law):
     first: int | None = parameter(
         None,
         "with far: first keys that a query always sees, an eighth of its far blocks at most; default 128",
+        later=True,
+    )
+    decay: float = parameter(
+        DECAY,
+        "with far: weight of a key in what is looked for, relative to the next one; lower finds names, higher passages",
         later=True,
     )
 
@@ -98,8 +105,9 @@ class Bounded(Law):
         first = FIRST if self.first is None and far else self.first
         if first is not None:
             first = whole("first", first, least=0)
+        decay = real("decay", self.decay, most=1.0, above=True)
         own = {"chunk": chunk, "window": window, "reach": reach, **weights, "sinks": sinks}
-        return {**own, "far": far, "block": block, "first": first}
+        return {**own, "far": far, "block": block, "first": first, "decay": decay}
 
     @classmethod
     def as_saved(cls, own: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,7 +123,7 @@ class Bounded(Law):
         fade = Fade(rate=self.fade, focus=self.focus, span=float(self.reach)) if faded else None
         choice = None
         if self.far and self.block:
-            choice = Choice(most=self.far, size=self.block, first=self.first or 0)
+            choice = Choice(most=self.far, size=self.block, first=self.first or 0, decay=self.decay)
         return bounded_regions(self.chunk, self.near_chunks, self.slope, fade, self.sinks, choice)
 
     @property
