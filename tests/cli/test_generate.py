@@ -63,6 +63,37 @@ def test_a_document_is_read_in_pieces_and_answered_alike(folder, document, capsy
     assert "--piece is 0" in refusal(capsys, "generate", *argv, "--piece", "0")[1]
 
 
+def test_a_document_is_read_under_one_law_and_asked_under_another(folder, document, capsys):
+    """As by hand: the document up to the question under --law, the rest under --ask, on the same cache."""
+    laws = {"law": {"chunk": 16, "window": 32, "reach": 64, "far": 2}, "ask": {"chunk": 16, "window": 16, "reach": 200}}
+    words = {
+        f"--{option}": "3d-rpe:" + ",".join(f"{name}={value}" for name, value in own.items())
+        for option, own in laws.items()
+    }
+    argv = ["--document", document, "--context", "1k", *FEW, *(x for pair in words.items() for x in pair)]
+    found = said(capsys, folder, "where?", *argv, "--piece", "100")
+    assert "note: asked under 3d-rpe from 256 to 1024 tokens, chunk 16, window 16, reach 200" in found.err
+
+    loaded = load(str(folder), device="cpu")
+    model, tokenizer = rpe3d.extend(loaded.model, context=1024, **laws["law"]), loaded.tokenizer
+    ids = torch.tensor([tokenizer(f"{document.read_text().strip()}\n\nwhere?").input_ids])
+    with torch.no_grad():
+        cache = model(ids[:, : -len("where?")], use_cache=True).past_key_values  # a token for each byte
+    rpe3d.extend(model, context=1024, **laws["ask"])
+    made = model.generate(ids, past_key_values=cache, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    assert found.out.rstrip("\n") == tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True).rstrip("\n")
+    assert found.out != said(capsys, folder, "where?", *argv[:-2]).out
+
+
+def test_what_cannot_be_asked_under_another_law_is_refused(folder, document, capsys):
+    """A law that rotates what lies in the cache otherwise would be wrong without a word."""
+    argv = ("generate", folder, "where?", "--document", document, *FEW)
+    assert refusal(capsys, *argv, "--ask", "yarn")[1] == "--ask is for 3d-rpe, and --ask is yarn"
+    assert refusal(capsys, *argv, "--law", "yarn", "--ask", "3d-rpe")[1] == "--ask is for 3d-rpe, and --law is yarn"
+    assert "after a document" in refusal(capsys, "generate", folder, "where?", *FEW, "--ask", "3d-rpe")[1]
+    assert "chunk is 999" in refusal(capsys, *argv, "--ask", "3d-rpe:chunk=999")[1]
+
+
 def test_a_short_prompt_is_answered_by_the_model_as_it_is(folder, capsys):
     found = said(capsys, folder, "where?", *FEW)
     assert found.out.rstrip("\n") == answer_of(folder, "where?").rstrip("\n")

@@ -72,6 +72,18 @@ def test_states_and_frequencies_of_the_model_itself_are_read_at_once(ids):
         assert read(model, ids, 50) is None
 
 
+@pytest.mark.parametrize(("left", "told"), [(1, [50, 100, 119]), (13, [50, 100, 107]), (70, [50]), (100, [20])])
+def test_so_many_last_tokens_are_left_unread(ids, left, told):
+    model = rpe3d.extend(make(), context=256, **SMALL)
+    heard = []
+    cache = read(model, ids, 50, heard.append, left=left)
+    assert (cache.get_seq_length(), heard) == (120 - left, told)
+    given = {"max_new_tokens": 6, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    logits = [torch.stack(model.generate(ids, past_key_values=c, **given).logits) for c in (cache, None)]
+    torch.testing.assert_close(*logits, atol=1e-4, rtol=0)
+    assert read(model, ids, 50, left=120) is None
+
+
 def test_a_prompt_of_one_piece_needs_no_cache_and_a_piece_has_a_token(ids):
     assert read(make(), ids, 120) is None
     with pytest.raises(ConfigError, match="piece"):

@@ -15,7 +15,7 @@ from rpe3d.cli.terminal import STDOUT, detail, note, progress_bar
 from rpe3d.config import ConfigError, real, whole
 
 if TYPE_CHECKING:
-    from rpe3d.geometry import LawSpec
+    from rpe3d.geometry import Law, LawSpec
 
 ROOM = 1024
 """Contexts are rounded up to a multiple of it, so that prompts of nearly the same length have the same law."""
@@ -29,6 +29,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--law", help="the law, name:parameter=value, or a law file; default: the model's own, else 3d-rpe")
     add("--context", metavar="N", type=size, help="target context length; default: what prompt and answer need")
     add_law_arguments(parser)
+    add("--ask", metavar="LAW", help="another 3d-rpe for the prompt and the answer, after the document; default: --law")
     add("--max-new", metavar="N", type=int, default=256, help="tokens of the answer at most; default 256")
     add("--temperature", metavar="X", type=float, default=0.0, help="0 (default) always takes the likeliest token")
     add("--seed", metavar="N", type=int, default=0, help="seed of a temperature above 0; default 0")
@@ -45,14 +46,18 @@ def run(arguments: Namespace) -> int:
     given = law_given(arguments.law or "3d-rpe", arguments)
     if arguments.context is not None:
         check_law(arguments, given, arguments.context)
-    prompt = _prompt(arguments)
+    asking = _asking(arguments, given)
+    prompt, question = _prompt(arguments)
     import torch
+
+    from rpe3d.models import extend
 
     loaded = load_model(arguments)
     if loaded.tokenizer is None:
         raise ConfigError(f"{arguments.model} has no tokenizer", "give a model with one")
-    ids = _tokens(loaded.tokenizer, prompt, raw=arguments.raw)
-    _put_under(loaded.model, given if asked else None, arguments.context, ids.shape[1] + most)
+    ids, tail = _tokens(loaded.tokenizer, prompt, question, raw=arguments.raw)
+    _put_under(loaded.model, given if asked or asking else None, arguments.context, ids.shape[1] + most)
+    later = _law_like(loaded.model, asking) if asking else None
     torch.manual_seed(seed)
     sampling: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     if warmth:
@@ -63,7 +68,9 @@ def run(arguments: Namespace) -> int:
     ids = ids.to(loaded.model.device)
     begun = time.perf_counter()
     with torch.inference_mode():
-        cache = _read(loaded.model, ids, piece)
+        cache = _read(loaded.model, ids, piece, tail if later else None)
+        if later is not None:
+            extend(loaded.model, later)
         made = loaded.model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -79,43 +86,77 @@ def run(arguments: Namespace) -> int:
     return 0
 
 
-def _prompt(arguments: Namespace) -> str:
-    """Join the document, if there is one, and the question after it."""
-    asked = sys.stdin.read() if arguments.prompt == str(STDOUT) else arguments.prompt
+def _asking(arguments: Namespace, given: LawSpec) -> LawSpec | None:
+    """Return the law of --ask; refuse one whose keys would lie in the cache otherwise, or without a document."""
+    if arguments.ask is None:
+        return None
+    asking = law(arguments.ask)
+    for option, spec in (("--law", given), ("--ask", asking)):
+        if spec.name != "3d-rpe":
+            hint = "give 3d-rpe with other parameters, e.g. --ask 3d-rpe:far=2048"
+            raise ConfigError(f"--ask is for 3d-rpe, and {option} is {spec.name}", hint)
+    if arguments.document is None:
+        raise ConfigError("--ask is for what comes after a document", "give --document, or leave --ask out")
+    return asking
+
+
+def _prompt(arguments: Namespace) -> tuple[str, str]:
+    """Join the document, if there is one, and the question after it; return both together, and the question."""
+    asked = str(sys.stdin.read() if arguments.prompt == str(STDOUT) else arguments.prompt)
     if not asked.strip():
         raise ConfigError("the prompt is empty", "say what to ask")
     if arguments.document is None:
-        return str(asked)
+        return asked, asked
     from rpe3d.evaluate import read_texts
 
     (text,) = read_texts([arguments.document])
-    return f"{text.content.strip()}\n\n{asked}"
+    return f"{text.content.strip()}\n\n{asked}", asked
 
 
-def _read(model: Any, ids: Any, piece: int) -> Any:
-    """Read a long prompt in pieces and show how far it is."""
+def _read(model: Any, ids: Any, piece: int, left: int | None) -> Any:
+    """Read a long prompt in pieces and show how far it is; `left` last tokens stay unread, or the last piece."""
     from rpe3d.models.pieces import read, refusal
 
-    if ids.shape[1] <= piece:
+    if left is None and ids.shape[1] <= piece:
         return None
     if reason := refusal(model):
+        if left is not None:
+            raise ConfigError(f"the document cannot be read before the question: {reason}", "leave --ask out")
         detail(f"the prompt is read at once: {reason}")
         return None
     with progress_bar() as progress:
-        return read(model, ids, piece, lambda done: progress("reading", done, ids.shape[1]))
+        return read(model, ids, piece, lambda done: progress("reading", done, ids.shape[1]), left=left)
 
 
-def _tokens(tokenizer: Any, prompt: str, *, raw: bool) -> Any:
-    """Tokenize the prompt as the model reads it: in its chat template where it has one."""
+def _law_like(model: Any, asking: LawSpec) -> Law:
+    """Make the law of --ask for the context that the model has been put under."""
+    from rpe3d.geometry import make_law
+    from rpe3d.models import law_of
+
+    own = law_of(model)
+    assert own is not None
+    asking.check(own.pretrained)
+    made = make_law(**{k: v for k, v in own.to_dict().items() if k not in own.own}, **asking.parameters)
+    note(f"asked under {summary(made)}")
+    return made
+
+
+def _tokens(tokenizer: Any, prompt: str, question: str, *, raw: bool) -> tuple[Any, int]:
+    """Tokenize the prompt as the model reads it, in its chat template where it has one; count the question's tokens.
+
+    The question's are those from its beginning on, the end of the template included.
+    """
     import torch
 
+    text, special = prompt, {}
     if tokenizer.chat_template and not raw:
         turns = [{"role": "user", "content": prompt}]
         text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-    else:
-        ids = tokenizer(prompt, verbose=False).input_ids
-    return torch.tensor([ids])
+        special = {"add_special_tokens": False}
+    ids = tokenizer(text, verbose=False, **special).input_ids
+    at = text.rfind(question.strip())
+    tail = question if at < 0 else text[at:]
+    return torch.tensor([ids]), len(tokenizer(tail, add_special_tokens=False, verbose=False).input_ids)
 
 
 def _put_under(model: Any, given: LawSpec | None, context: int | None, needed: int) -> None:

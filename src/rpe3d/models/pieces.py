@@ -19,22 +19,33 @@ AT_ONCE = 2**17
 """Tokens up to which a measurement reads a text at once."""
 
 
-def read(model: Any, ids: Tensor, piece: int = PIECE, told: Callable[[int], None] = lambda done: None) -> Any:
+def read(
+    model: Any,
+    ids: Tensor,
+    piece: int = PIECE,
+    told: Callable[[int], None] = lambda done: None,
+    *,
+    left: int | None = None,
+) -> Any:
     """Read a prompt but for its last piece, and return the cache to hand to `generate` with the whole prompt.
 
-    Without padding: every row is read from its first token on. None where the prompt is one piece, or has to be read at
-    once (`refusal`). `told` hears how many tokens have been read.
+    Without padding: every row is read from its first token on. None where nothing is read: the prompt is one piece, or
+    has to be read at once (`refusal`). `told` hears how many tokens have been read. `left` is the number of last tokens
+    to leave unread, instead of the last piece.
     """
     from transformers import DynamicCache
 
-    if ids.shape[1] <= whole("piece", piece) or refusal(model) is not None:
+    tokens, piece = ids.shape[1], whole("piece", piece)
+    end = (tokens - 1) // piece * piece if left is None else tokens - whole("left", left)
+    if end <= 0 or refusal(model) is not None:
         return None
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     with torch.no_grad():
-        for start in range(0, (ids.shape[1] - 1) // piece * piece, piece):
-            model(ids[:, start : start + piece], past_key_values=cache, use_cache=True, **last)
-            told(start + piece)
+        for start in range(0, end, piece):
+            stop = min(start + piece, end)
+            model(ids[:, start:stop], past_key_values=cache, use_cache=True, **last)
+            told(stop)
     return cache
 
 
