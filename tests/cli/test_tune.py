@@ -125,14 +125,24 @@ def test_a_chosen_far_field_is_picked_where_it_costs_least(folder, tmp_path, cap
     assert rpe3d.law_of(rpe3d.extend(model, out)) == made
 
 
-def test_of_ways_that_cost_the_same_the_earlier_is_picked(folder, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(effective, "measure_distances", costing(even=0.3, anchored=0.2, chosen=0.2))
+@pytest.mark.parametrize(
+    ("context", "way", "why"),
+    [
+        ("512", "anchored", "as none costs less"),
+        ("1k", "chosen", "as it costs at most 0.01 more and gains with the length of a text"),
+    ],
+)
+def test_of_ways_that_cost_the_same_the_earlier_is_picked_or_for_longer_texts_the_choice(
+    context, way, why, folder, tmp_path, capsys, monkeypatch
+):
+    """Windows of 512 tokens were weighed."""
+    monkeypatch.setattr(effective, "measure_distances", costing(even=0.3, anchored=0.2, chosen=0.205))
     out = tmp_path / "law.json"
-    assert run(folder, "--context", "1k", "--out", out, "--chosen", "--device", "cpu") == 0
+    assert run(folder, "--context", context, "--out", out, "--chosen", "--device", "cpu") == 0
     content = json.loads(out.read_text())
-    assert content["measured"]["picked"]["way"] == "anchored"
-    assert "far" not in content
-    assert "anchored is picked, as none costs less" in " ".join(capsys.readouterr().out.split())
+    assert content["measured"]["picked"]["way"] == way
+    assert ("within 0.01" in content["measured"]["picked"]["criterion"]) == ("far" in content) == (way == "chosen")
+    assert f"{way} is picked, {why}" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(

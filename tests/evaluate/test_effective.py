@@ -24,6 +24,7 @@ from rpe3d.evaluate.effective import (
 from rpe3d.geometry.laws.bounded import FADE, FOCUS
 from rpe3d.models import restore
 
+NAN = float("nan")
 TEXT = [Tokens(name="a", ids=torch.arange(1, 6000)), Tokens(name="b", ids=torch.arange(6000, 9000))]
 
 
@@ -196,12 +197,21 @@ def test_only_the_ways_that_are_asked_for_are_weighed(model):
         ({"even": 1.0, "anchored": 1.0, "chosen": 1.0}, "even"),
         ({"even": 2.0, "anchored": 1.0, "chosen": 1.0}, "anchored"),
         ({"even": 2.0, "anchored": 1.0}, "anchored"),
-        ({"even": 1.0, "anchored": float("nan"), "chosen": float("nan")}, "even"),
+        ({"even": 1.0, "anchored": NAN, "chosen": NAN}, "even"),
     ],
 )
 def test_the_lowest_cost_wins_and_of_two_alike_the_earlier(costs, found):
     """A cost is that of text and of repetitions together."""
     assert cheapest({way: Weighed(text=cost / 4, again=cost * 3 / 4) for way, cost in costs.items()}) == found
+
+
+@pytest.mark.parametrize(("chosen", "found"), [(1.0, "chosen"), (1.009, "chosen"), (1.011, "even"), (NAN, "even")])
+def test_for_longer_texts_a_choice_is_picked_that_costs_hardly_more(chosen, found):
+    costs = {"even": 1.0, "anchored": 1.5, "chosen": chosen}
+    weighed = {way: Weighed(text=cost / 4, again=cost * 3 / 4) for way, cost in costs.items()}
+    assert cheapest(weighed, longer=True) == found
+    assert cheapest(weighed) == "even"
+    assert cheapest({"even": weighed["even"]}, longer=True) == "even"
 
 
 @pytest.mark.parametrize("first", [(), (0,)])

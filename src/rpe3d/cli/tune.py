@@ -180,10 +180,15 @@ def _reasons(tuned: Tuned) -> list[str]:
 
 def _weighing(tuned: Tuned) -> str:
     """Say what each way costs that was weighed, and which was picked."""
+    from rpe3d.evaluate import effective
+
     if tuned.picked is None:
         return "the defaults, since the texts are too short to try another"
     first, *others = (
         (f"{one.text:.3f} + {one.again:.3f}", f"{WAYS[way]} ({way})") for way, one in tuned.weighed.items()
     )
     costs = ", ".join([" nats ".join(first), *(" ".join(other) for other in others)])
-    return f"at {tuned.length} tokens text and repetitions cost {costs}; {tuned.picked} is picked, as none costs less"
+    why = "as none costs less"
+    if tuned.picked != effective.cheapest(tuned.weighed):
+        why = f"as it costs at most {effective.LEVEL} more and gains with the length of a text"
+    return f"at {tuned.length} tokens text and repetitions cost {costs}; {tuned.picked} is picked, {why}"

@@ -32,6 +32,8 @@ SHORTEST = 256
 FEWEST = 8
 """Far blocks that a query chooses at least: an eighth of them, one, is always the first."""
 
+LEVEL = 0.01
+"""Nats by which two ways do not differ: they are told apart no better by the two windows that are weighed."""
 Way = Literal["even", "anchored", "chosen"]
 """All far keys fade; all but the first token do; or a query chooses the far keys that it sees."""
 WAYS: tuple[Way, ...] = get_args(Way)
@@ -205,6 +207,12 @@ def weigh(
     return weighed
 
 
-def cheapest(weighed: Mapping[Way, Weighed]) -> Way:
-    """Return the way that costs least, the earlier of two that cost the same."""
-    return min(weighed, key=lambda way: weighed[way].cost)
+def cheapest(weighed: Mapping[Way, Weighed], *, longer: bool = False) -> Way:
+    """Return the way that costs least, the earlier of two that cost the same.
+
+    `longer` says that texts will be longer than the windows that were weighed. "chosen" is then picked where it costs
+    at most `LEVEL` more: what it gains grows with the length of a text (docs/log.md).
+    """
+    least = min(weighed, key=lambda way: weighed[way].cost)
+    chosen = weighed.get("chosen")
+    return "chosen" if longer and chosen and chosen.cost <= weighed[least].cost + LEVEL else least

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ class Tuned:
     weighed: dict[Way, Weighed]
     """What each way to see far keys costs; empty where there was nothing to choose."""
     picked: Way | None
-    """The way in `weighed` that costs least, and is the law's; None where there was nothing to choose."""
+    """The way in `weighed` that is the law's (`effective.cheapest`); None where there was nothing to choose."""
     measured: dict[str, Any]
     """What the law file says of its origin."""
 
@@ -93,7 +93,7 @@ def tune(
         with_chosen = model.device.type == "cuda" if chosen is None else chosen
         ways = [way for way in effective.WAYS if way != "chosen" or with_chosen]
         weighed = effective.weigh(model, used, pretrained, tokens, length, again, first, progress, ways=ways)
-    picked = effective.cheapest(weighed) if weighed else None
+    picked = effective.cheapest(weighed, longer=context > length) if weighed else None
     if used:
         law = make_law(
             "3d-rpe", context=context, **known, **effective.pick(used, pretrained, context, picked or "even")
@@ -108,7 +108,7 @@ def tune(
         "effective": used,
         "distances": [asdict(one) for one in distances],
         "weighed": {way: {"length": length, "seeds": again, **asdict(one)} for way, one in weighed.items()},
-        "picked": {"way": picked, "criterion": "text + again is the lowest"} if picked else {},
+        "picked": {"way": picked, "criterion": _criterion(picked, weighed)} if picked else {},
     }
     return Tuned(
         law=law,
@@ -119,3 +119,9 @@ def tune(
         picked=picked,
         measured=measured,
     )
+
+
+def _criterion(picked: Way, weighed: Mapping[Way, Weighed]) -> str:
+    if picked == effective.cheapest(weighed):
+        return "text + again is the lowest"
+    return f"text + again is within {effective.LEVEL} of the lowest, and the context is longer than the windows"
