@@ -3,7 +3,8 @@
     python tools/site/results.py docs/results.md
 
 Whatever stands between `<!-- results.py KIND MODEL -->` and `<!-- end -->` is written anew: `table` (every law by
-length), `headline` (ours beside the best of the others, all models) or `intervals` (how much higher others are).
+length), `headline` (ours beside the best of the others, all models), `intervals` (how much higher others are),
+`longppl` or `ruler`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 MARKED = re.compile(r"(<!-- results\.py (\w+) ?(\S*) -->\n).*?(<!-- end -->)", re.S)
 COLUMNS = ("ppl", "tail_ppl", "copy_nll", "passkey")
 TINY = "3d-rpe:chunk=128,window=512,reach=1024"
+DEPLOYED = "dca:attention_factor=deployed"
+TASKS = 11
+"""Tasks of RULER that need no download."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +62,10 @@ MODELS = {
             "3d-rpe:far=128",
             "3d-rpe",
             "dca",
+            DEPLOYED,
             "self-extend",
             "dpe",
+            "lampe",
             "leaky-rerope",
             "rerope",
             "streaming-llm",
@@ -70,7 +76,8 @@ MODELS = {
             "rope",
             "3d-rpe:focus=1,fade=.25",
         ),
-        beside=("3d-rpe", "streaming-llm", "dca", "leaky-rerope", "self-extend", "rerope", "yarn"),
+        names={DEPLOYED: "`dca`, as deployed"},
+        beside=("3d-rpe", "streaming-llm", "dca", DEPLOYED, "leaky-rerope", "self-extend", "rerope", "lampe", "yarn"),
     ),
     "tinyllama": Model(
         name="tinyllama",
@@ -84,10 +91,12 @@ MODELS = {
             f"{TINY},far=64",
             f"{TINY},focus=1,fade=.5,sinks=1",
             "dca",
+            DEPLOYED,
             "self-extend:window=512",
             "leaky-rerope:window=512",
             "rerope:window=1024",
             "dpe",
+            "lampe",
             "streaming-llm",
             "string",
             "yarn",
@@ -101,14 +110,17 @@ MODELS = {
             f"{TINY},far=32": "`3d-rpe:...,far=32`",
             f"{TINY},far=64": "`3d-rpe:...,far=64`",
             f"{TINY},focus=1,fade=.5,sinks=1": "`3d-rpe`, as `tune` picked it",
+            DEPLOYED: "`dca`, as deployed",
         },
         beside=(
             f"{TINY},focus=1,fade=.5,sinks=1",
             "streaming-llm",
             "dca",
+            DEPLOYED,
             "self-extend:window=512",
             "leaky-rerope:window=512",
             "rerope:window=1024",
+            "lampe",
             "yarn",
         ),
     ),
@@ -116,19 +128,30 @@ MODELS = {
         name="qwen2.5-coder",
         title="Qwen2.5-Coder-1.5B",
         pretrained=32768,
-        lengths=(65536, 131072),
+        lengths=(32768, 65536, 131072),
         ours="3d-rpe:far=512",
         dense="3d-rpe",
         laws=(
             "3d-rpe:far=512",
+            "3d-rpe:far=512,decay=.8",
             "3d-rpe:far=128",
             "3d-rpe:far=128,window=4096",
             "3d-rpe",
             "dca",
             "yarn",
             "streaming-llm",
+            "rope",
         ),
-        beside=("3d-rpe:far=128", "3d-rpe:far=128,window=4096", "3d-rpe", "dca", "yarn", "streaming-llm"),
+        beside=(
+            "3d-rpe:far=512,decay=.8",
+            "3d-rpe:far=128",
+            "3d-rpe:far=128,window=4096",
+            "3d-rpe",
+            "dca",
+            "yarn",
+            "streaming-llm",
+            "rope",
+        ),
         digits=3,
     ),
 }
@@ -243,7 +266,8 @@ def headline() -> list[str]:
                 numbers = {law: sign * kept[law, length].number(column) for law in others}
                 law = min(numbers, key=numbers.__getitem__)
                 text = number(kept[law, length], column, model.digits)
-                best.append(f"{f'**{text}**' if law in bold[column] else text} {law.partition(':')[0]}")
+                name = model.names[law].replace("`", "") if law in model.names else law.partition(":")[0]
+                best.append(f"{f'**{text}**' if law in bold[column] else text} {name}")
             times = length / model.pretrained
             cells = [cell(model, law, length, bold) for law in (model.ours, model.dense)]
             lines.append(f"| {model.title}, {short(length)} ({times:g}x) | {' | '.join(cells)} | {' / '.join(best)} |")
@@ -275,12 +299,58 @@ def _signed(column: str, away: Difference | None) -> str:
     return f"**{text}**" if behind else text
 
 
+def long_perplexities() -> list[str]:
+    """Return LongPPL of every law and model, and how many nats a key token costs more than under ours."""
+    found: dict[tuple[str, int], dict[str, dict[str, tuple[float, int]]]] = {}
+    with (RESULTS / "longppl-cuda.csv").open(newline="", encoding="utf-8") as file:
+        for line in csv.DictReader(file):
+            laws = found.setdefault((line["model"], int(line["length"])), {})
+            laws.setdefault(line["law"], {})[line["text"]] = float(line["nll"]), int(line["key_tokens"])
+    lines = ["| model | law | LongPPL | nats a key token, less ours |", "|---|---|---|---|"]
+    for (name, length), laws in found.items():
+        model = MODELS[name]
+        count = sum(n for _, n in laws[model.ours].values())
+        for law, texts in laws.items():
+            mean = math.fsum(nll * n for nll, n in texts.values()) / count
+            away = mean_difference([texts[text][0] - laws[model.ours][text][0] for text in texts])
+            shown = "0" if law == model.ours else _signed("copy_nll", away)
+            place = f"{model.title}, {short(length)}, {count} key tokens" if law == model.ours else ""
+            lines.append(f"| {place} | {model.shown(law)} | {math.exp(mean):.2f} | {shown} |")
+    return lines
+
+
+def ruler() -> list[str]:
+    """Return the mean of RULER's tasks under ours, all far keys, `dca` and stock RoPE, where all were measured."""
+    lines = ["| mean of 11 tasks | samples a task | ours, chosen far keys | ours, all far keys | `dca` | `rope` |"]
+    lines.append("|---" * 6 + "|")
+    for model in MODELS.values():
+        scores: dict[tuple[int, str], dict[str, tuple[float, int]]] = {}
+        with (RESULTS / f"ruler-{model.name}-cuda.csv").open(newline="", encoding="utf-8") as file:
+            for line in csv.DictReader(file):
+                if not line["commit"].startswith("<="):  # other defaults
+                    of = scores.setdefault((int(line["length"]), line["law"]), {})
+                    of[line["task"]] = float(line["score"]), int(line["n"])
+        for length in sorted({length for length, _ in scores}):
+            asked = [scores.get((length, law), {}) for law in (model.ours, model.dense, "dca", "rope")]
+            if not any(len(one) == TASKS for one in asked):
+                continue
+            samples = min(n for one in asked for _, n in one.values())
+            cells = [
+                f"{math.fsum(score for score, _ in one.values()) / TASKS:.1f}" if len(one) == TASKS else "not measured"
+                for one in asked
+            ]
+            place = f"{model.title}, {short(length)} ({length / model.pretrained:g}x)"
+            lines.append(f"| {place} | {samples} | {' | '.join(cells)} |")
+    return lines
+
+
 def written(page: str) -> str:
     """Return a page with every table in it made anew."""
 
     def made(match: re.Match[str]) -> str:
         kind, name = match.group(2), match.group(3)
-        lines = headline() if kind == "headline" else {"table": table, "intervals": intervals}[kind](MODELS[name])
+        whole = {"headline": headline, "longppl": long_perplexities, "ruler": ruler}
+        lines = whole[kind]() if kind in whole else {"table": table, "intervals": intervals}[kind](MODELS[name])
         return "\n".join([match.group(1).rstrip(), "", *lines, "", match.group(4)])
 
     return MARKED.sub(made, page)
