@@ -16,7 +16,8 @@ setting of the paper's Table 4.
 
 The same command resumes where it was stopped, and parts add up: nothing is trained or measured twice. With `--minutes`
 it stops at a checkpoint in time, and shows and draws what there is. A model whose rows are all in the CSV needs its
-weights no more.
+weights no more. Models this small leave a GPU idle half of the time, so parts may run side by side, each in a folder of
+its own with the same `--tokenizer`; `--parts` then takes over their rows.
 Writes DIR/pretrain-<device>.csv and .png, DIR/tokenizer.json, and weights into DIR/<law>-<seed>.
 """
 
@@ -340,6 +341,31 @@ def train_losses(curve: Sequence[float], points: int = 20) -> list[Number]:
     return [Number("train_loss", end, statistics.fmean(part), len(part)) for end, part in parts]
 
 
+def bring(tokenizer: Path | None, place: Path) -> None:
+    """Put a tokenizer of an earlier run into the folder; refuse another than is there."""
+    if tokenizer is None:
+        return
+    with files.refusing(f"cannot read {tokenizer}", "give --tokenizer the tokenizer.json of an earlier run"):
+        text = tokenizer.read_text(encoding="utf-8")
+    if place.exists() and place.read_text(encoding="utf-8") != text:
+        raise ConfigError(f"{place.parent} holds another tokenizer than {tokenizer}", "give --out a new folder")
+    files.write_text(place, text)
+
+
+def take_over(part: Path, out: Path, results: Results) -> None:
+    """Add the rows of a part that was run in another folder, where they are not there yet."""
+    from rpe3d.train import folder
+
+    if folder.asked_before(part) != folder.asked_before(out):
+        raise ConfigError(f"{part} holds no part of this run", "give folders of the same data, size and tokens")
+    if (part / TOKENIZER).read_bytes() != (out / TOKENIZER).read_bytes():
+        raise ConfigError(f"{part} has another tokenizer", "run parts with the same --tokenizer")
+    there = Results(part / results.path.name, {}).rows
+    results.take(
+        [row for row in there if results.lacks(row["law"], int(row["seed"]), row["applied"], int(row["length"]))]
+    )
+
+
 # --- the command
 
 
@@ -362,6 +388,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, help="windows in a step; default 64 (small), 32 (medium)")
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="default 1e-3")
     parser.add_argument("--save-every", type=int, default=500, help="steps between checkpoints; default 500")
+    parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json of an earlier run; default: one is trained")
+    parser.add_argument(
+        "--parts", type=Path, nargs="+", default=[], help="folders of parts of this run: take their rows"
+    )
     parser.add_argument("--minutes", type=float, help="stop cleanly before so many minutes are over, with status 3")
     given = parser.parse_args()
     given.shape = SIZES[choice("size", given.size, SIZES)]
@@ -402,6 +432,7 @@ def main() -> int:
     with folder.locked(given.out):
         folder.check_run(given.out, asked(given, texts))
         folder.write_json(given.out / folder.ASKED, asked(given, texts))
+        bring(given.tokenizer, given.out / TOKENIZER)
         try:
             data = prepare(texts, given.shape.vocabulary, given.out)
             data.windows(max(TIMES) * given.length, 1)
@@ -410,6 +441,8 @@ def main() -> int:
                 (given.out / name).unlink(missing_ok=True)
             raise
         results = Results(given.out / f"pretrain-{DEVICE}.csv", origin)
+        for part in given.parts:
+            take_over(part, given.out, results)
         with clock.limited():
             work(specs, data, given, results, clock)
         if results.rows:

@@ -45,9 +45,12 @@ class Results:
         self.rows = [row for row in self.rows if (row["law"], row["seed"]) != (law, str(seed))]
 
     def add(self, about: Mapping[str, Any], numbers: Sequence[Number]) -> None:
-        for number in numbers:
-            row = {**about, **number._asdict(), "value": f"{number.value:.6g}"}
-            self.rows.append(self.origin | {key: str(row[key]) for key in NUMBERS})
+        made = [{**about, **number._asdict(), "value": f"{number.value:.6g}"} for number in numbers]
+        self.take([self.origin | {key: str(row[key]) for key in NUMBERS} for row in made])
+
+    def take(self, rows: Sequence[Row]) -> None:
+        """Add rows, and write all of them."""
+        self.rows += rows
         self.rows.sort(key=lambda r: (int(r["seed"]), r["law"], r["applied"], int(r["length"])))
         text = io.StringIO()
         writer = csv.DictWriter(text, (*COLUMNS, *NUMBERS), lineterminator="\n")

@@ -253,6 +253,35 @@ def test_texts_that_cannot_be_used_are_refused(bench, texts, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_parts_that_ran_in_folders_of_their_own_are_one_run(bench, tmp_path):
+    """With one tokenizer, which the first has trained: rows are those of one folder, and nothing runs twice."""
+    whole = bench("whole", "--laws", "rope,3d-rpe", "--seeds", "0")
+    tokenizer = tmp_path / "whole" / "tokenizer.json"
+    for law in ("rope", "3d-rpe"):
+        bench(law, "--laws", law, "--seeds", "0", "--tokenizer", tokenizer)
+    parts = ["--parts", tmp_path / "rope", tmp_path / "3d-rpe"]
+    joined = bench("joined", "--laws", "rope,3d-rpe", "--seeds", "0", "--tokenizer", tokenizer, *parts)
+    assert joined == whole
+    assert not list((tmp_path / "joined").glob("*/state.safetensors"))
+    assert bench("joined", "--laws", "rope,3d-rpe", "--seeds", "0", *parts) == whole
+
+
+def test_parts_of_another_run_are_refused_and_nothing_is_lost(bench, tmp_path):
+    bench("one", "--laws", "rope", "--seeds", "0")
+    bench("two", "--laws", "rope", "--seeds", "0", "--batch", "2")
+    kept = {path: path.read_bytes() for path in (tmp_path / "one").glob("*.json")}
+    other = tmp_path / "other.json"
+    other.write_text((tmp_path / "one" / "tokenizer.json").read_text() + " ")
+    for options, problem in (
+        (["--parts", tmp_path / "two"], "holds no part of this run"),
+        (["--tokenizer", other], "holds another tokenizer"),
+        (["--tokenizer", tmp_path / "none.json"], "cannot read"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            bench("one", "--laws", "rope", "--seeds", "0", *options)
+    assert kept == {path: path.read_bytes() for path in (tmp_path / "one").glob("*.json")}
+
+
 def test_another_run_in_the_same_folder_is_refused(bench):
     bench("out", "--laws", "3d-rpe-definition", "--seeds", "0")
     with pytest.raises(ConfigError, match="differs in tokens"):
