@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from importlib import import_module
+from itertools import pairwise
 
 import pytest
 import torch
@@ -174,6 +176,71 @@ def test_a_file_of_other_key_tokens_is_refused(measured, tmp_path, change, probl
         measured("rope", keys=file)
 
 
+SPANS = [[3, 4], [250, 262], [400, 430], [431, 431], [900, 925], [940, 955]]
+
+
+@pytest.fixture
+def others(tokenizer, tmp_path):
+    """A text with letters of two bytes, and key tokens in it that a model with another tokenizer has found."""
+    text = Text(name="words", content=" ".join(f"wörd {i * i} ünd" for i in range(100)))
+    about = {"model": "evaluator", "weights": "x", "laws": ["rope"]}
+    found = {"by": about, "alpha": 2.0, "beta": 2.0, "short": 4096, "step": 1024, "left_out": [], "windows": []}
+    keys = {"2048": found | {"spans": {"words": [[0, 9999]]}}, "32768": found | {"spans": {"words": SPANS}}}
+    content = {"schema": 1, "kind": "keys", "tokenizer": "another", "texts": {"words": text.sha256}, "keys": keys}
+    file = tmp_path / "keys.json"
+    file.write_text(json.dumps(content))
+    return text, file, content
+
+
+def test_key_tokens_of_another_tokenizer_are_those_within_its_spans(others, model, tokenizer, tmp_path):
+    """As `cal_overlap` of PKU-ML/LongPPL: a token counts if all of its characters lie in a span of key tokens."""
+    text, file, content = others
+    settings = Settings(laws=["rope", "streaming-llm"], lengths=[LENGTH], measures=["longppl"], windows=2)
+    results = compare(model, tokenizer, settings, texts=[text], keys=file, file=tmp_path / "r.json")
+    found = results["keys"]["512"]
+    assert found["by"] == {"model": "evaluator", "weights": "x", "laws": ["rope"], "length": 32768}
+    at = [i for i, letter in enumerate(text.content) for _ in letter.encode()]  # a token for each byte
+    for window in found["windows"]:
+        inside = [any(a <= at[window["start"] + n] < b for a, b in SPANS) for n in range(LENGTH)]
+        assert window["keys"] == [n for n in range(SHORT, LENGTH) if inside[n]]
+    assert sum(len(window["keys"]) for window in found["windows"]) == results["rows"][0]["key_tokens"] >= 30
+    ids = torch.tensor(tokenizer(text.content).input_ids)
+    full = [(losses(model, ids[one["start"] :][:LENGTH]), one["keys"]) for one in found["windows"]]
+    picked = torch.cat([of[torch.tensor(keys) - 1] for of, keys in full if keys])
+    assert results["rows"][0]["longppl"] == pytest.approx(math.exp(picked.mean()), rel=1e-4)
+    assert json.loads(file.read_text()) == content
+
+
+def test_without_offsets_key_tokens_of_another_tokenizer_are_refused(others, model, tokenizer, monkeypatch):
+    text, file, content = others
+    settings = Settings(laws=["rope"], lengths=[LENGTH], measures=["longppl"], windows=2)
+    with monkeypatch.context() as patched:
+        patched.setattr(key_tokens.spans, "offsets", lambda *_: None)
+        with pytest.raises(ConfigError, match="holds key tokens of another tokenizer"):
+            compare(model, tokenizer, settings, texts=[text], keys=file)
+    for found in content["keys"].values():
+        del found["spans"]
+    file.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="holds key tokens of another tokenizer"):
+        compare(model, tokenizer, settings, texts=[text], keys=file)
+
+
+def test_spans_are_of_tokens_in_a_row_and_hold_whole_tokens():
+    """Against a loop over tokens and spans, on random ones; tokens of one letter may share it, or have none."""
+    draw = random.Random(0)
+    for _ in range(200):
+        edges = sorted(draw.choices(range(60), k=draw.randint(2, 30)))
+        at = torch.tensor(list(pairwise(edges)))
+        tokens = sorted(draw.sample(range(len(at)), draw.randint(0, len(at))))
+        made = key_tokens.spans.joined(at, tokens)
+        letters = {x for token in tokens for x in range(*at[token].tolist())}
+        assert {x for a, b in made for x in range(a, b)} == letters
+        other = torch.tensor(list(pairwise(sorted(draw.choices(range(60), k=20)))))
+        found = key_tokens.spans.within(other, [span for span in made if span[0] < span[1]])
+        truth = [a < b and any(x <= a and b <= y for x, y in made) for a, b in other.tolist()]
+        assert found.tolist() == truth
+
+
 def test_what_cannot_be_measured_is_refused(measured, tmp_path):
     with pytest.raises(ConfigError, match="none of streaming-llm reads the whole text"):
         measured("streaming-llm")
@@ -268,6 +335,8 @@ def test_two_processes_find_the_key_tokens_of_one(tmp_path):
     found = []
     for count in argv:
         results = json.loads((tmp_path / f"{count}.json").read_text())
-        assert json.loads((tmp_path / f"{count}.keys").read_text())["keys"] == results["keys"]
-        found.append((results["keys"], [row["key_windows"] for row in results["rows"]]))
+        kept = json.loads((tmp_path / f"{count}.keys").read_text())["keys"]
+        spans = kept["512"].pop("spans")
+        assert kept == results["keys"]
+        found.append((results["keys"], spans, [row["key_windows"] for row in results["rows"]]))
     assert found[0] == found[1]

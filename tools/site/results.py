@@ -26,6 +26,16 @@ MARKED = re.compile(r"(<!-- results\.py (\w+) ?(\S*) -->\n).*?(<!-- end -->)", r
 COLUMNS = ("ppl", "tail_ppl", "copy_nll", "passkey")
 TINY = "3d-rpe:chunk=128,window=512,reach=1024"
 DEPLOYED = "dca:attention_factor=deployed"
+QWEN = (
+    "3d-rpe:far=512,decay=.8",
+    "3d-rpe:far=128",
+    "3d-rpe:far=128,window=4096",
+    "3d-rpe",
+    "dca",
+    "yarn",
+    "streaming-llm",
+    "rope",
+)
 TASKS = 11
 """Tasks of RULER that need no download."""
 
@@ -131,27 +141,8 @@ MODELS = {
         lengths=(32768, 65536, 131072),
         ours="3d-rpe:far=512",
         dense="3d-rpe",
-        laws=(
-            "3d-rpe:far=512",
-            "3d-rpe:far=512,decay=.8",
-            "3d-rpe:far=128",
-            "3d-rpe:far=128,window=4096",
-            "3d-rpe",
-            "dca",
-            "yarn",
-            "streaming-llm",
-            "rope",
-        ),
-        beside=(
-            "3d-rpe:far=512,decay=.8",
-            "3d-rpe:far=128",
-            "3d-rpe:far=128,window=4096",
-            "3d-rpe",
-            "dca",
-            "yarn",
-            "streaming-llm",
-            "rope",
-        ),
+        laws=("3d-rpe:far=512", *QWEN),
+        beside=QWEN,
         digits=3,
     ),
 }

@@ -89,7 +89,8 @@ def compare(
     origin = made_from(content)
     found = None
     if "longppl" in settings.measures:
-        found = KeyTokens(bench=bench, laws=laws, pretrained=known["pretrained"], results=content, file=keys)
+        about_keys: dict[str, Any] = {"pretrained": known["pretrained"], "results": content, "texts": texts}
+        found = KeyTokens(bench=bench, laws=laws, file=keys, **about_keys)
         content["keys"] = found.read()
 
     own = () if probe is None else (probe,)

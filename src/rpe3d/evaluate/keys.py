@@ -8,7 +8,10 @@ beat all others. Laws that resemble each other still share their key tokens: com
 Key tokens, as results hold them in "keys" and a keys file as well: {length: {"by": {"model", "weights": digest,
 "laws"}, "alpha", "beta", "short", "step", "left_out": laws that ran out of memory, "windows": [{"text", "start",
 "keys": numbers of tokens in the window, which count its BOS token}]}}. A keys file, schema 1: {"schema": 1, "kind":
-"keys", "tokenizer": digest, "texts": {name: sha256}, "keys"}.
+"keys", "tokenizer": digest, "texts": {name: sha256}, "keys"}, in which a length also has "spans": {name of a text:
+[[first character of a key token or of several in a row, the one after the last]]}, where the tokenizer tells. To a
+model with another tokenizer the tokens that lie within spans of the file's longest windows are key, as upstream has it,
+and "by" also has the "length" of those.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ from torch import Tensor
 
 from rpe3d import files
 from rpe3d.config import ConfigError
+from rpe3d.evaluate import spans
 from rpe3d.evaluate.memory import within_memory
 from rpe3d.evaluate.tasks.longppl import (
     ALPHA,
@@ -39,6 +43,7 @@ from rpe3d.evaluate.tasks.longppl import (
 )
 from rpe3d.evaluate.tasks.perplexity import Window
 from rpe3d.evaluate.tasks.probes import Bench
+from rpe3d.evaluate.texts import Text
 from rpe3d.evaluate.under import Cell, under
 from rpe3d.geometry import Law
 
@@ -74,6 +79,7 @@ class KeyTokens:
     laws: Mapping[Cell, Law | ConfigError]
     pretrained: int
     results: dict[str, Any]
+    texts: Sequence[Text]
     file: Path | None
     waiting: dict[int, dict[str, Law]] = field(default_factory=dict)
     """The lengths whose key tokens are not known, with the laws that find them."""
@@ -99,10 +105,60 @@ class KeyTokens:
         """Return the key tokens of the file; refuse what does not fit this comparison."""
         lengths = self.results["settings"]["lengths"]
         check_far(lengths, self.cut)
-        keys = None if self.file is None else read_keys(self.file, self.origin)
+        windows = {length: self.bench.whole_windows(length) for length in lengths}
+        keys = None if self.file is None else read_keys(self.file, self.origin, lambda keys: self.taken(keys, windows))
         self.unwritten = self.file is not None and keys is None
-        check_keys(keys or {}, {length: self.bench.whole_windows(length) for length in lengths}, self.by)
+        check_keys(keys or {}, windows, self.by)
         return keys or {}
+
+    @cached_property
+    def offsets(self) -> dict[str, Tensor | None]:
+        """Where the tokens of each text stand in it."""
+        counts = {text.name: len(text.ids) for text in self.bench.texts}
+        return {text.name: spans.offsets(self.bench.tokenizer, text.content, counts[text.name]) for text in self.texts}
+
+    def taken(self, keys: Keys, windows: Mapping[int, Sequence[Window]]) -> Keys | None:
+        """Return key tokens that another tokenizer's model found, as this one's; None where that cannot be told."""
+        longest = max(keys, key=int, default=None)
+        if longest is None or "spans" not in keys[longest] or None in self.offsets.values():
+            return None
+        found = keys[longest]
+        said = {"by": {**found["by"], "length": int(longest)}}
+        said |= {name: found[name] for name in ("alpha", "beta", "short", "step", "left_out")}
+
+        def of(window: Window) -> list[int]:
+            at = self.offsets[window.text]
+            assert at is not None
+            key = spans.within(at[window.start :][: len(window.ids)], found["spans"].get(window.text, []))
+            numbers = (key.nonzero().flatten() + len(window.first)).tolist()
+            return [number for number in numbers if number >= self.cut.short]
+
+        return {
+            str(length): {
+                **said,
+                "windows": [{"text": one.text, "start": one.start, "keys": of(one)} for one in cut],
+            }
+            for length, cut in windows.items()
+        }
+
+    def spanned(self) -> Keys:
+        """Return the key tokens with the characters that they stand for, where the tokenizer tells them."""
+        if None in self.offsets.values():
+            return dict(self.results["keys"])
+        return {length: {**found, "spans": self._spans(found)} for length, found in self.results["keys"].items()}
+
+    def _spans(self, found: Mapping[str, Any]) -> dict[str, spans.Spans]:
+        tokens: dict[str, set[int]] = {}
+        before = len(self.bench.first)
+        for window in found["windows"]:
+            of = tokens.setdefault(window["text"], set())
+            of |= {window["start"] + key - before for key in window["keys"]}
+        made = {}
+        for text, of in tokens.items():
+            at = self.offsets[text]
+            assert at is not None
+            made[text] = spans.joined(at, sorted(of))
+        return made
 
     def prepare(self, rows: Sequence[Cell]) -> None:
         """Plan what neither the file nor an earlier run has found, and count its work."""
@@ -119,7 +175,7 @@ class KeyTokens:
         def keep() -> None:
             write()
             if self.file is not None and self.bench.ranks.first:
-                write_keys(self.file, self.origin, self.results["keys"])
+                write_keys(self.file, self.origin, self.spanned())
 
         for length, able in self.waiting.items():
             self.results["keys"][str(length)] = find(self.bench, able, length, self.cut, self.by)
@@ -190,8 +246,13 @@ def _everywhere(bench: Bench, work: Any) -> Any:
     return made if all(bench.ranks.gather(made is not None)) else None
 
 
-def read_keys(path: Path, origin: Mapping[str, Any]) -> Keys | None:
-    """Read a keys file, None where there is none yet; refuse another tokenizer's, or that of other texts."""
+def read_keys(
+    path: Path, origin: Mapping[str, Any], taken: Callable[[Keys], Keys | None] = lambda keys: None
+) -> Keys | None:
+    """Read a keys file, None where there is none yet; refuse that of other texts.
+
+    Of another tokenizer's key tokens `taken` makes this one's; they are refused where it makes nothing.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -204,11 +265,14 @@ def read_keys(path: Path, origin: Mapping[str, Any]) -> Keys | None:
         content = None
     if not isinstance(content, dict) or (content.get("kind"), content.get("schema")) != ("keys", 1):
         raise ConfigError(f"{path} exists and does not hold key tokens", ANOTHER)
-    for part, now in origin.items():
-        if content.get(part) != now:
-            which = "another tokenizer" if part == "tokenizer" else "other texts"
-            raise ConfigError(f"{path} holds key tokens of {which}", ANOTHER)
-    return dict(content["keys"])
+    if content.get("texts") != origin["texts"]:
+        raise ConfigError(f"{path} holds key tokens of other texts", ANOTHER)
+    if content.get("tokenizer") == origin["tokenizer"]:
+        return {length: {k: v for k, v in of.items() if k != "spans"} for length, of in content["keys"].items()}
+    made = taken(content["keys"])
+    if made is None:
+        raise ConfigError(f"{path} holds key tokens of another tokenizer", ANOTHER)
+    return made
 
 
 def write_keys(path: Path, origin: Mapping[str, Any], keys: Keys) -> None:

@@ -1,0 +1,43 @@
+"""Where tokens stand in their text, in characters: what one tokenizer's key tokens are to another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+Spans = list[list[int]]
+"""[first character, the one after the last], in ascending order."""
+
+
+def offsets(tokenizer: Any, text: str, count: int) -> Int[Tensor, "t 2"] | None:
+    """Return the characters of each of a text's `count` tokens; None where the tokenizer does not tell."""
+    try:
+        found = tokenizer(text, add_special_tokens=False, verbose=False, return_offsets_mapping=True).offset_mapping
+    except (NotImplementedError, AttributeError, TypeError, ValueError):  # a tokenizer without offsets
+        return None
+    return torch.tensor(found).view(-1, 2) if len(found) == count else None
+
+
+def joined(at: Int[Tensor, "t 2"], tokens: Sequence[int]) -> Spans:
+    """Return the characters of some tokens, of neighbours in one span, as upstream joins them."""
+    made: Spans = []
+    for first, end in at[list(tokens)].tolist():
+        if made and made[-1][1] == first:
+            made[-1][1] = end
+        else:
+            made.append([first, end])
+    return made
+
+
+def within(at: Int[Tensor, "t 2"], spans: Spans) -> Bool[Tensor, " t"]:
+    """Return which tokens lie within one of the spans with all of their characters, as upstream counts them."""
+    if not spans:
+        return torch.zeros(len(at), dtype=torch.bool)
+    firsts, ends = torch.tensor(spans).T
+    span = torch.searchsorted(firsts.contiguous(), at[:, 0].contiguous(), right=True) - 1
+    inside: Tensor = (span >= 0) & (at[:, 1] <= ends[span.clamp(min=0)]) & (at[:, 0] < at[:, 1])
+    return inside
