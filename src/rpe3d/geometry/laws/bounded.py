@@ -56,7 +56,7 @@ class Bounded(Law):
     )
     decay: float = parameter(
         DECAY,
-        "with far: weight of a key in what is looked for, relative to the next one; lower finds names, higher passages",
+        "with far: what a key weighs in the search, relative to the next one; default 0.9. Lower: names, higher: passages",
         later=True,
     )
 
