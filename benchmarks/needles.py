@@ -33,6 +33,7 @@ from rpe3d.evaluate.texts import read_texts
 from rpe3d.geometry import LawSpec, parse_laws
 from rpe3d.models import pieces
 from rpe3d.models.load import load
+from rpe3d.text import opening
 from stamp import stamp
 
 COLUMNS = (
@@ -100,7 +101,7 @@ class Reader:
 
     def hide(self, text: str, length: int) -> Tensor:
         """Return so many tokens of a text with the needles in it."""
-        begin = self.tokens(self.opening)
+        begin = self.tokens(self.opening) or list(opening(self.tokenizer))
         hidden = [self.tokens(f"\n{needle.sentence}\n") for needle in NEEDLES]
         room = length - len(begin) - sum(map(len, hidden))
         body = self.tokens(text)[:room]
@@ -188,10 +189,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--text", nargs="+", required=True, help="texts, joined in this order")
     parser.add_argument("--length", type=size, required=True, help="tokens of the text, needles included")
     parser.add_argument("--context", type=size, required=True, help="what the laws are made for")
-    parser.add_argument("--read", type=parse_laws, required=True, metavar="LAW", help="the law of the reading")
-    parser.add_argument("--ask", type=parse_laws, required=True, metavar="LAWS", help="the laws of the questions")
+    parser.add_argument("--read", required=True, metavar="LAW", help="the law of the reading")
+    parser.add_argument("--ask", required=True, metavar="LAWS", help="the laws of the questions")
     parser.add_argument("--out", type=Path, required=True, help="folder for the CSV, which rows are added to")
     given = parser.parse_args()
+    given.read, given.ask = parse_laws(given.read), parse_laws(given.ask)
     if len(given.read) != 1:
         raise ConfigError(f"--read has {len(given.read)} laws", "give one; --ask takes several")
     for law in (*given.read, *given.ask):

@@ -10,7 +10,8 @@ from refusal import refusal
 
 import rpe3d
 import tiny_lm
-from rpe3d.cli import main
+from rpe3d.cli import generate, main
+from rpe3d.config import ConfigError
 from rpe3d.models.load import load
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -92,6 +93,83 @@ def test_what_cannot_be_asked_under_another_law_is_refused(folder, document, cap
     assert refusal(capsys, *argv, "--law", "yarn", "--ask", "3d-rpe")[1] == "--ask is for 3d-rpe, and --law is yarn"
     assert "after a document" in refusal(capsys, "generate", folder, "where?", *FEW, "--ask", "3d-rpe")[1]
     assert "chunk is 999" in refusal(capsys, *argv, "--ask", "3d-rpe:chunk=999")[1]
+    assert "decay is 0" in refusal(capsys, *argv, "--ask", "3d-rpe:far=2,decay=0")[1]
+
+
+CHAT = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}<|assistant|>\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "question"),
+    [
+        (None, "where?"),
+        (CHAT, "where?"),
+        (CHAT, "assistant"),  # stands in the template as well
+        (CHAT, "the sun"),  # and in the document
+        (CHAT, "  where?\n"),
+        (CHAT.replace("m.content", "m.content | trim"), " where? "),
+        (CHAT.replace("<|assistant|>", "Question: "), "Question"),
+    ],
+)
+def test_the_question_begins_where_the_document_ends(template, question):
+    tokenizer = tiny_lm.tokenizer()
+    tokenizer.chat_template = template
+    document = "the sun and the moon \n\n"
+    text, how = generate._as_read(tokenizer, document + question, raw=False)
+    count = generate._question_tokens(tokenizer, document, question, raw=False)
+    assert tokenizer(text, **how).input_ids[:-count] == tokenizer(text[:-count], **how).input_ids  # a token a byte
+    assert text[:-count].endswith(document)
+    assert text[-count:].startswith(question.rstrip() if template and "trim" in template else question)
+
+
+@pytest.mark.parametrize("made_of", ["m.content | upper", "m.content | replace('where', 'in what place')"])
+def test_a_template_may_change_letters(made_of):
+    tokenizer = tiny_lm.tokenizer()
+    tokenizer.chat_template = CHAT.replace("m.content", made_of)
+    text, _ = generate._as_read(tokenizer, "the sun\n\nwhere?", raw=False)
+    count = generate._question_tokens(tokenizer, "the sun\n\n", "where?", raw=False)
+    assert text[:-count].lower() == "<|user|>\nthe sun\n\n"
+
+
+@pytest.mark.parametrize("made_of", ["m.content[:30]", "m.content | length"])
+def test_a_template_that_makes_something_else_of_the_prompt_is_refused(made_of):
+    tokenizer = tiny_lm.tokenizer()
+    tokenizer.chat_template = CHAT.replace("m.content", made_of)
+    with pytest.raises(ConfigError, match="the model's chat template changes the prompt"):
+        generate._question_tokens(tokenizer, "the sun and the moon\n\n", "where is it that they stand?", raw=False)
+
+
+def test_a_token_that_depends_on_what_comes_before_it_is_counted_in_its_place():
+    """A tokenizer that puts a space before a text cuts a question by itself otherwise than after a document."""
+    from tokenizers import Tokenizer, models, normalizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = {letter: i for i, letter in enumerate(dict.fromkeys("\u2581where?tsun\n "))}
+    vocabulary = letters | {"\u2581w": len(letters), "\u2581wh": len(letters) + 1}
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[("\u2581", "w"), ("\u2581w", "h")]))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made)
+    alone = len(tokenizer("where?").input_ids)
+    assert generate._question_tokens(tokenizer, "the sun\n\n", "where?", raw=True) == len("where?") == alone + 1
+
+
+def test_a_checkpoint_keeps_its_own_3d_rpe_for_the_document(folder, tmp_path, document, capsys):
+    argv = ["--document", document, "--ask", "3d-rpe:chunk=16,window=16,reach=200", *FEW]
+    for law, out in (("3d-rpe:chunk=32,far=2", "own"), ("yarn", "other")):
+        assert main(["extend", str(folder), "--context", "1k", "--out", str(tmp_path / out), "--law", law]) == 0
+    found = said(capsys, tmp_path / "own", "where?", *argv).err
+    assert "replaced" not in found
+    assert "asked under 3d-rpe from 256 to 1024 tokens, chunk 16" in found
+    refused = refusal(capsys, "generate", tmp_path / "other", "where?", *argv)[1]
+    assert refused == "--ask is for 3d-rpe, and the checkpoint's own law is yarn"
+
+
+def test_a_template_that_refuses_the_prompt_is_said(folder, tmp_path, capsys):
+    made = tiny_lm.save(tmp_path / "chat")
+    (made / "chat_template.jinja").write_text("{{ raise_exception('no users here') }}")
+    code, problem, hint = refusal(capsys, "generate", made, "where?", *FEW)
+    assert (code, problem) == (1, "the model's chat template refuses the prompt: no users here")
+    assert "--raw" in hint
 
 
 def test_a_short_prompt_is_answered_by_the_model_as_it_is(folder, capsys):

@@ -198,6 +198,7 @@ def test_only_the_ways_that_are_asked_for_are_weighed(model):
         ({"even": 2.0, "anchored": 1.0, "chosen": 1.0}, "anchored"),
         ({"even": 2.0, "anchored": 1.0}, "anchored"),
         ({"even": 1.0, "anchored": NAN, "chosen": NAN}, "even"),
+        ({"even": NAN, "anchored": 1.0, "chosen": 0.5}, "chosen"),
     ],
 )
 def test_the_lowest_cost_wins_and_of_two_alike_the_earlier(costs, found):

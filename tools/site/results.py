@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 
 from rpe3d.drawing.axes import short
-from rpe3d.evaluate.paired import Difference, mean_difference, paired_shares
+from rpe3d.evaluate.paired import Difference, key_difference, mean_difference, paired_shares
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 MARKED = re.compile(r"(<!-- results\.py (\w+) ?(\S*) -->\n).*?(<!-- end -->)", re.S)
@@ -303,8 +303,15 @@ def long_perplexities() -> list[str]:
         count = sum(n for _, n in laws[model.ours].values())
         for law, texts in laws.items():
             mean = math.fsum(nll * n for nll, n in texts.values()) / count
-            away = mean_difference([texts[text][0] - laws[model.ours][text][0] for text in texts])
-            shown = "0" if law == model.ours else _signed("copy_nll", away)
+            mine, ours = (
+                {
+                    "length": length,
+                    "longppl": 0.0,
+                    "key_windows": [{"text": t, "start": 0, "n": n, "nll": x} for t, (x, n) in of.items()],
+                }
+                for of in (texts, laws[model.ours])
+            )
+            shown = "0" if law == model.ours else _signed("copy_nll", key_difference(mine, ours))
             place = f"{model.title}, {short(length)}, {count} key tokens" if law == model.ours else ""
             lines.append(f"| {place} | {model.shown(law)} | {math.exp(mean):.2f} | {shown} |")
     return lines

@@ -12,7 +12,7 @@ from rpe3d.cli.arguments import law, need, size
 from rpe3d.cli.extend import add_law_arguments, law_given, law_parameters
 from rpe3d.cli.model import MODEL, add_model_arguments, check_law, load_model, summary
 from rpe3d.cli.terminal import STDOUT, detail, note, progress_bar
-from rpe3d.config import ConfigError, real, whole
+from rpe3d.config import MOST, ConfigError, real, whole
 
 if TYPE_CHECKING:
     from rpe3d.geometry import Law, LawSpec
@@ -47,17 +47,22 @@ def run(arguments: Namespace) -> int:
     if arguments.context is not None:
         check_law(arguments, given, arguments.context)
     asking = _asking(arguments, given)
-    prompt, question = _prompt(arguments)
+    document, question = _prompt(arguments)
     import torch
 
-    from rpe3d.models import extend
+    from rpe3d.models import extend, law_of
 
     loaded = load_model(arguments)
     if loaded.tokenizer is None:
         raise ConfigError(f"{arguments.model} has no tokenizer", "give a model with one")
-    ids, tail = _tokens(loaded.tokenizer, prompt, question, raw=arguments.raw)
-    _put_under(loaded.model, given if asked or asking else None, arguments.context, ids.shape[1] + most)
-    later = _law_like(loaded.model, asking) if asking else None
+    text, how = _as_read(loaded.tokenizer, document + question, raw=arguments.raw)
+    ids = torch.tensor([loaded.tokenizer(text, **how).input_ids])
+    asked = asked or (asking is not None and law_of(loaded.model) is None)
+    _put_under(loaded.model, given if asked else None, arguments.context, ids.shape[1] + most)
+    later = left = None
+    if asking is not None:
+        later = _law_like(loaded.model, asking)
+        left = _question_tokens(loaded.tokenizer, document, question, raw=arguments.raw)
     torch.manual_seed(seed)
     sampling: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     if warmth:
@@ -68,7 +73,7 @@ def run(arguments: Namespace) -> int:
     ids = ids.to(loaded.model.device)
     begun = time.perf_counter()
     with torch.inference_mode():
-        cache = _read(loaded.model, ids, piece, tail if later else None)
+        cache = _read(loaded.model, ids, piece, left)
         if later is not None:
             extend(loaded.model, later)
         made = loaded.model.generate(
@@ -91,26 +96,32 @@ def _asking(arguments: Namespace, given: LawSpec) -> LawSpec | None:
     if arguments.ask is None:
         return None
     asking = law(arguments.ask)
-    for option, spec in (("--law", given), ("--ask", asking)):
-        if spec.name != "3d-rpe":
-            hint = "give 3d-rpe with other parameters, e.g. --ask 3d-rpe:far=2048"
-            raise ConfigError(f"--ask is for 3d-rpe, and {option} is {spec.name}", hint)
+    _check_shared("--law is", given.name)
+    _check_shared("--ask is", asking.name)
     if arguments.document is None:
         raise ConfigError("--ask is for what comes after a document", "give --document, or leave --ask out")
+    check_law(arguments, asking, arguments.context or MOST)
     return asking
 
 
+def _check_shared(what: str, name: str) -> None:
+    """Refuse a law that does not leave the keys of a cache as stock RoPE rotated them."""
+    if name != "3d-rpe":
+        hint = "give 3d-rpe with other parameters, e.g. --ask 3d-rpe:far=2048"
+        raise ConfigError(f"--ask is for 3d-rpe, and {what} {name}", hint)
+
+
 def _prompt(arguments: Namespace) -> tuple[str, str]:
-    """Join the document, if there is one, and the question after it; return both together, and the question."""
+    """Return what comes before the question, the document or nothing, and the question."""
     asked = str(sys.stdin.read() if arguments.prompt == str(STDOUT) else arguments.prompt)
     if not asked.strip():
         raise ConfigError("the prompt is empty", "say what to ask")
     if arguments.document is None:
-        return asked, asked
+        return "", asked
     from rpe3d.evaluate import read_texts
 
     (text,) = read_texts([arguments.document])
-    return f"{text.content.strip()}\n\n{asked}", asked
+    return f"{text.content.strip()}\n\n", asked
 
 
 def _read(model: Any, ids: Any, piece: int, left: int | None) -> Any:
@@ -135,28 +146,47 @@ def _law_like(model: Any, asking: LawSpec) -> Law:
 
     own = law_of(model)
     assert own is not None
+    _check_shared("the checkpoint's own law is", own.name)
     asking.check(own.pretrained)
     made = make_law(**{k: v for k, v in own.to_dict().items() if k not in own.own}, **asking.parameters)
     note(f"asked under {summary(made)}")
     return made
 
 
-def _tokens(tokenizer: Any, prompt: str, question: str, *, raw: bool) -> tuple[Any, int]:
-    """Tokenize the prompt as the model reads it, in its chat template where it has one; count the question's tokens.
+def _as_read(tokenizer: Any, prompt: str, *, raw: bool) -> tuple[str, dict[str, Any]]:
+    """Return the prompt as the model reads it, in its chat template where it has one, and how that is tokenized."""
+    if raw or not tokenizer.chat_template:
+        return prompt, {"verbose": False}
+    from jinja2 import TemplateError
 
-    The question's are those from its beginning on, the end of the template included.
+    turns = [{"role": "user", "content": prompt}]
+    try:
+        text: str = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    except TemplateError as error:
+        hint = "pass --raw, which continues the text as it is"
+        raise ConfigError(f"the model's chat template refuses the prompt: {error}", hint) from None
+    return text, {"verbose": False, "add_special_tokens": False}
+
+
+def _question_tokens(tokenizer: Any, document: str, question: str, *, raw: bool) -> int:
+    """Return how many tokens the question has, with whatever the chat template puts after it.
+
+    A mark before the question says where it begins; a template that makes something else of the prompt is refused.
     """
-    import torch
-
-    text, special = prompt, {}
-    if tokenizer.chat_template and not raw:
-        turns = [{"role": "user", "content": prompt}]
-        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        special = {"add_special_tokens": False}
-    ids = tokenizer(text, verbose=False, **special).input_ids
-    at = text.rfind(question.strip())
-    tail = question if at < 0 else text[at:]
-    return torch.tensor([ids]), len(tokenizer(tail, add_special_tokens=False, verbose=False).input_ids)
+    text, how = _as_read(tokenizer, document + question, raw=raw)
+    mark = next(x for x in map(chr, range(0xE000, 0xF8FF)) if x not in text)
+    marked, _ = _as_read(tokenizer, document + mark + question, raw=raw)
+    at = marked.find(mark)
+    if marked.replace(mark, "", 1) != text:
+        raise ConfigError(
+            "the model's chat template changes the prompt, so that its question cannot be told from the document",
+            "pass --raw, or leave --ask out",
+        )
+    try:
+        ends = [end for _, end in tokenizer(text, return_offsets_mapping=True, **how).offset_mapping]
+    except NotImplementedError:  # a tokenizer in Python
+        return len(tokenizer(text, **how).input_ids) - len(tokenizer(text[:at], **how).input_ids)
+    return len(ends) - next(i for i, end in enumerate(ends) if end > at)
 
 
 def _put_under(model: Any, given: LawSpec | None, context: int | None, needed: int) -> None:

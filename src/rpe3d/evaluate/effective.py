@@ -213,6 +213,6 @@ def cheapest(weighed: Mapping[Way, Weighed], *, longer: bool = False) -> Way:
     `longer` says that texts will be longer than the windows that were weighed. "chosen" is then picked where it costs
     at most `LEVEL` more: what it gains grows with the length of a text (docs/log.md).
     """
-    least = min(weighed, key=lambda way: weighed[way].cost)
+    least = min(weighed, key=lambda way: (math.isnan(weighed[way].cost), weighed[way].cost))
     chosen = weighed.get("chosen")
     return "chosen" if longer and chosen and chosen.cost <= weighed[least].cost + LEVEL else least

@@ -108,7 +108,7 @@ def _difference(row: Row, other: Row, kind: str, number: Callable[[Any], float])
     if not row.get(kind) or len(row[kind]) != len(other.get(kind, ())):
         return None
     if kind == "key_windows":
-        return _key_difference(row, other)
+        return key_difference(row, other)
     values = [number(a) - number(b) for a, b in zip(row[kind], other[kind], strict=True)]
     if kind == "passkeys":
         return paired_shares(values)
@@ -117,7 +117,7 @@ def _difference(row: Row, other: Row, kind: str, number: Callable[[Any], float])
     return mean_difference(values)
 
 
-def _key_difference(row: Row, other: Row) -> Difference | None:
+def key_difference(row: Row, other: Row) -> Difference | None:
     """Return the difference of mean losses over key tokens, of which windows have different numbers n.
 
     The mean is a ratio of sums over windows, and so has the interval of its linear part (Cochran, Sampling Techniques,

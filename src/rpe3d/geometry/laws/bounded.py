@@ -22,7 +22,7 @@ from rpe3d.geometry.region import Choice, Fade, Region, Turn
 BLOCK = 16
 FIRST = 128
 DECAY = 0.9
-"""Best of those tried on two small models; a larger one finds more needles with 0.8 (docs/log.md)."""
+"""Level with 0.8 on one small model and better on another; a larger one may find more with 0.8 (docs/log.md)."""
 FOCUS, FADE = 2.0, 0.125
 """How far keys weigh when there are more of them than the model knows; measured on two models (docs/log.md)."""
 
@@ -56,7 +56,7 @@ class Bounded(Law):
     )
     decay: float = parameter(
         DECAY,
-        "with far: what a key weighs in the search, relative to the next one; default 0.9. Lower: names, higher: passages",
+        "with far: weight of a key in the search, relative to the next; default 0.9. Lower: names, higher: passages",
         later=True,
     )
 
