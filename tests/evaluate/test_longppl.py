@@ -233,6 +233,7 @@ def test_spans_are_of_tokens_in_a_row_and_hold_whole_tokens():
         at = torch.tensor(list(pairwise(edges)))
         tokens = sorted(draw.sample(range(len(at)), draw.randint(0, len(at))))
         made = key_tokens.spans.joined(at, tokens)
+        assert all(a[1] < b[0] for a, b in pairwise(made))
         letters = {x for token in tokens for x in range(*at[token].tolist())}
         assert {x for a, b in made for x in range(a, b)} == letters
         other = torch.tensor(list(pairwise(sorted(draw.choices(range(60), k=20)))))

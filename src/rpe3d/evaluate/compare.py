@@ -89,8 +89,9 @@ def compare(
     origin = made_from(content)
     found = None
     if "longppl" in settings.measures:
-        about_keys: dict[str, Any] = {"pretrained": known["pretrained"], "results": content, "texts": texts}
-        found = KeyTokens(bench=bench, laws=laws, file=keys, **about_keys)
+        found = KeyTokens(
+            bench=bench, laws=laws, pretrained=known["pretrained"], results=content, texts=texts, file=keys
+        )
         content["keys"] = found.read()
 
     own = () if probe is None else (probe,)

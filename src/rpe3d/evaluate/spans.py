@@ -23,11 +23,14 @@ def offsets(tokenizer: Any, text: str, count: int) -> Int[Tensor, "t 2"] | None:
 
 
 def joined(at: Int[Tensor, "t 2"], tokens: Sequence[int]) -> Spans:
-    """Return the characters of some tokens, of neighbours in one span, as upstream joins them."""
+    """Return the characters of some tokens, of neighbours in one span, as upstream joins them.
+
+    Tokens that are parts of one character share it.
+    """
     made: Spans = []
     for first, end in at[list(tokens)].tolist():
-        if made and made[-1][1] == first:
-            made[-1][1] = end
+        if made and first <= made[-1][1]:
+            made[-1][1] = max(end, made[-1][1])
         else:
             made.append([first, end])
     return made
