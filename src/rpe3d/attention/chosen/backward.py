@@ -20,7 +20,8 @@ from jaxtyping import Float, Float32
 from torch import Tensor
 
 from rpe3d.attention.chosen.far import INTERPRETED, LOG2_E, most_rows
-from rpe3d.attention.chosen.select import Selection, Unions, _in_bfloat16
+from rpe3d.attention.chosen.select import Selection, Unions
+from rpe3d.attention.chosen.vectors import _in_bfloat16
 from rpe3d.attention.decode.loop import _cdiv, _power
 from rpe3d.attention.prefill.kernel import _dot
 from rpe3d.attention.spans import Span

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from rpe3d.attention.chosen.memory import PRINTED
-from rpe3d.attention.chosen.select import _in_bfloat16, _inverse, _load3, _square
+from rpe3d.attention.chosen.vectors import _in_bfloat16, _inverse, _load3, _square
 
 _PRINTED = tl.constexpr(PRINTED)
 

@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rpe3d.attention.chosen.select import Selection, Unions, _cos_sin
+from rpe3d.attention.chosen.select import Selection, Unions
+from rpe3d.attention.chosen.vectors import _cos_sin
 from rpe3d.attention.decode.loop import _cdiv, _partner, _power
 from rpe3d.attention.prefill.kernel import _dot
 from rpe3d.rotation.launch import Launcher

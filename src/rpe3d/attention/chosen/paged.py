@@ -38,9 +38,10 @@ from torch import Tensor
 from rpe3d.attention.chosen import WIDEST, law_refusal
 from rpe3d.attention.chosen.bare import _kept_centre, _mean, _store3, _summary
 from rpe3d.attention.chosen.search import TOGETHER
-from rpe3d.attention.chosen.select import Selection, _halves
+from rpe3d.attention.chosen.select import Selection
 from rpe3d.attention.chosen.sizes import PROGRAMS, turns
 from rpe3d.attention.chosen.step import Launches
+from rpe3d.attention.chosen.vectors import _halves
 from rpe3d.attention.decode.loop import _cdiv, _processors
 from rpe3d.config import ConfigError
 from rpe3d.geometry import Law

@@ -35,8 +35,9 @@ from rpe3d.attention.chosen.bare import (
 )
 from rpe3d.attention.chosen.memory import Memory
 from rpe3d.attention.chosen.search import HELD, TOGETHER, _choosable, _level, _row_levels, _search
-from rpe3d.attention.chosen.select import Selection, _halves, _load3
+from rpe3d.attention.chosen.select import Selection
 from rpe3d.attention.chosen.sizes import launch, shares, tile, turns, wide
+from rpe3d.attention.chosen.vectors import _halves, _load3
 from rpe3d.attention.decode.arrivals import zeros
 from rpe3d.attention.decode.kernel import _optional
 from rpe3d.attention.decode.loop import LOG2_E, _cdiv, _dot, _finish, _if, _leave, _merge, _partner, _power, _processors
