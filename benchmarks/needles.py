@@ -209,6 +209,8 @@ def main() -> int:
     loaded = load(given.model)
     reader = Reader(loaded.model, loaded.tokenizer, given.context)
     ids = reader.hide(text, given.length)
+    for law in given.ask:  # a wrong one is refused before the reading
+        reader.under(law)
     given.out.mkdir(parents=True, exist_ok=True)
     cuda = ids.is_cuda
     table = Table(given.out / f"needles-{'cuda' if cuda else 'cpu'}.csv", stamp(cuda=cuda), COLUMNS)

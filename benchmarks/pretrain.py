@@ -16,8 +16,8 @@ setting of the paper's Table 4.
 
 The same command resumes where it was stopped, and parts add up: nothing is trained or measured twice. With `--minutes`
 it stops at a checkpoint in time, and shows and draws what there is. A model whose rows are all in the CSV needs its
-weights no more. Models this small leave a GPU idle half of the time, so parts may run side by side, each in a folder of
-its own with the same `--tokenizer`; `--parts` then takes over their rows.
+weights no more. Parts may run side by side, each in a folder of its own with the same `--tokenizer`; `--parts` then
+takes over their rows.
 Writes DIR/pretrain-<device>.csv and .png, DIR/tokenizer.json, and weights into DIR/<law>-<seed>.
 """
 
@@ -358,7 +358,9 @@ def take_over(part: Path, out: Path, results: Results) -> None:
 
     if folder.asked_before(part) != folder.asked_before(out):
         raise ConfigError(f"{part} holds no part of this run", "give folders of the same data, size and tokens")
-    if (part / TOKENIZER).read_bytes() != (out / TOKENIZER).read_bytes():
+    with files.refusing(f"{part} is not a finished part", "run it again, or leave it out"):
+        same = (part / TOKENIZER).read_bytes() == (out / TOKENIZER).read_bytes()
+    if not same:
         raise ConfigError(f"{part} has another tokenizer", "run parts with the same --tokenizer")
     there = Results(part / results.path.name, {}).rows
     results.take(

@@ -33,7 +33,7 @@ FEWEST = 8
 """Far blocks that a query chooses at least: an eighth of them, one, is always the first."""
 
 LEVEL = 0.01
-"""Nats by which two ways do not differ: they are told apart no better by the two windows that are weighed."""
+"""Nats that the two windows which are weighed are not taken to tell apart."""
 Way = Literal["even", "anchored", "chosen"]
 """All far keys fade; all but the first token do; or a query chooses the far keys that it sees."""
 WAYS: tuple[Way, ...] = get_args(Way)

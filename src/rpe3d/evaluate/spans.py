@@ -17,7 +17,7 @@ def offsets(tokenizer: Any, text: str, count: int) -> Int[Tensor, "t 2"] | None:
     """Return the characters of each of a text's `count` tokens; None where the tokenizer does not tell."""
     try:
         found = tokenizer(text, add_special_tokens=False, verbose=False, return_offsets_mapping=True).offset_mapping
-    except (NotImplementedError, AttributeError, TypeError, ValueError):  # a tokenizer without offsets
+    except (NotImplementedError, AttributeError, TypeError):  # a tokenizer without offsets
         return None
     return torch.tensor(found).view(-1, 2) if len(found) == count else None
 
