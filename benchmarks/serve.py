@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -69,10 +69,11 @@ def fresh(generator: random.Random, count: int, length: int, vocabulary: int) ->
     return [generator.choices(range(3, vocabulary), k=length) for _ in range(count)]
 
 
-def check(peers: dict[str, Peer], model: serve_peers.Model) -> list[str]:
+def check(peers: dict[str, Peer], model: serve_peers.Model, words: Sequence[int] = ()) -> list[str]:
     """Hold every law to the plain engine on short prompts, and to transformers beyond its edge; return what is wrong.
 
-    What rounding does, in transformers, is allowed four times.
+    What rounding does, in transformers, is allowed four times. Prompts beyond the edge are the first of `words`, which
+    are tokens of a text, and random tokens where these are too few.
     """
     generator, wrong = random.Random(1), []
     limit = TOLERANCE[model.dtype]
@@ -83,7 +84,9 @@ def check(peers: dict[str, Peer], model: serve_peers.Model) -> list[str]:
         said = "weights made by vLLM"
         if not model.dummy:
             length = int(max(min(2 * law.exact_up_to + 1, law.context - ANSWER), CHECKED))
-            (prompt,) = fresh(generator, 1, length, model.vocabulary)
+            (prompt,) = (
+                [list(words[:length])] if len(words) >= length else fresh(generator, 1, length, model.vocabulary)
+            )
             (answer,) = peers[name].ask([prompt], ANSWER, logs=True)["answers"]
             try:
                 off, noise = serve_peers.from_transformers(model, name, prompt, answer)
@@ -91,7 +94,8 @@ def check(peers: dict[str, Peer], model: serve_peers.Model) -> list[str]:
                 off, noise = math.inf, 0.0
                 print(f"check {name}: transformers did not answer: {error}", flush=True)
             limit = max(limit, 4 * noise)
-            said = f"{length} tokens {off:.1e} from transformers, whose own rounding is {noise:.1e}"
+            kind = "of a text" if len(words) >= length else "at random"
+            said = f"{length} tokens {kind} {off:.1e} from transformers, whose own rounding is {noise:.1e}"
             if not off <= limit:
                 wrong.append(f"{name}: an answer to {length} tokens is {off:.2e} from transformers', over {limit:.2e}")
         found, farthest = peers[name].ask(short, ANSWER, logs=True), 0.0
@@ -238,6 +242,7 @@ def arguments() -> argparse.ArgumentParser:
     which.add_argument("--model", help="a folder with a stock model, or default")
     which.add_argument("--shape", choices=serve_peers.SHAPES, help="random weights of this shape")
     add("--laws", nargs="+", default=["3d-rpe"])
+    add("--text", type=Path, help="a text that prompts of the check are cut from; default: random tokens")
     add("--mode", choices=("offline", "http"), default="offline")
     add("--parts", nargs="+", choices=(*PARTS, "splits"), default=list(PARTS))
     add("--context", type=int, default=131072, help="what engines are made for, in tokens")
@@ -276,7 +281,7 @@ def main() -> None:
         try:
             peers: dict[str, Peer] = {name: future.result() for name, future in made.items()}
             print(f"engines are up, {clock.until - time.monotonic():.0f} s are left", flush=True)
-            wrong = check(peers, model)
+            wrong = check(peers, model, serve_peers.tokens_of(model, given.text))
             table = Table(given.mode, not wrong, lambda rows: write(rows, given, model))
             measure(peers, given, model, clock, table)
         finally:

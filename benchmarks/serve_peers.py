@@ -105,6 +105,19 @@ def prepare(given: Namespace, folder: Path) -> Model:
     return model
 
 
+def tokens_of(model: Model, text: Path | None) -> list[int]:
+    """Return a text as tokens of the model; none without a text."""
+    from transformers import AutoTokenizer
+
+    from rpe3d.evaluate.texts import read_texts
+
+    if text is None:
+        return []
+    tokenizer = AutoTokenizer.from_pretrained(model.sources["rope"])
+    found: list[int] = tokenizer(read_texts([text])[0].content, verbose=False).input_ids
+    return found
+
+
 def _shaped(name: str, folder: Path) -> Path:
     """Write a model of random weights with a tokenizer whose words are numbers."""
     import torch
