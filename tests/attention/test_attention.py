@@ -247,6 +247,36 @@ def test_a_padded_batch_equals_each_sequence_alone(name, impl):
         assert (lse[b, :, ~mask[b]] == -torch.inf).all()
 
 
+@pytest.mark.parametrize("name", ["3d-rpe", "dca", "rerope", "3d-rpe-definition"])
+@pytest.mark.parametrize(
+    ("rows", "part"),
+    [(blocked.ROWS_ON_CPU, blocked.PART), (16, blocked.PART), (blocked.ROWS_ON_CPU, 2 * 4 * 16 * TOKENS)],
+    ids=["all-at-once", "one-chunk-in-a-block-of-the-forward", "two-at-a-time"],
+)
+def test_a_batch_has_the_outputs_and_gradients_of_each_sequence_alone(monkeypatch, name, rows, part):
+    """Calls that repeat over chunks take a batch as heads; those of the backward may repeat where no other do."""
+    monkeypatch.setattr(blocked, "ROWS_ON_CPU", rows)
+    monkeypatch.setattr(blocked, "PART", part)
+    law = law_for(name)
+    given = [x.requires_grad_() for x in vectors(law, b=5, h=4, g=2)]
+    assert given[0].shape[1:] == (4, TOKENS, 16), "two at a time are meant"
+    sinks = torch.randn(given[0].shape[1], dtype=torch.float64, requires_grad=True)
+    out, lse = attention(*given, law, impl="blocked", sinks=sinks)
+    change = torch.randn_like(out)
+    found = torch.autograd.grad((out * change).sum(), [*given, sinks])
+    total = torch.zeros_like(sinks)
+    for b in range(5):
+        alone = [x[b : b + 1].detach().requires_grad_() for x in given]
+        expected, expected_lse = attention(*alone, law, impl="reference", sinks=sinks)
+        torch.testing.assert_close(out[b : b + 1], expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(lse[b : b + 1], expected_lse, rtol=0, atol=1e-12)
+        *gradients, of_sinks = torch.autograd.grad((expected * change[b : b + 1]).sum(), [*alone, sinks])
+        total += of_sinks
+        for whole, one in zip(found[:3], gradients, strict=True):
+            torch.testing.assert_close(whole[b : b + 1], one, rtol=0, atol=1e-11)
+    torch.testing.assert_close(found[3], total, rtol=0, atol=1e-11)
+
+
 @pytest.mark.parametrize("impl", ["reference", "blocked"])
 def test_a_row_that_sees_nothing_is_zeros(impl):
     law = law_for("3d-rpe")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 from rpe3d.attention import reference
 from rpe3d.attention.problem import Problem
@@ -26,7 +27,7 @@ class Span:
 
 
 def spans(x: Problem) -> Iterator[Span | None]:
-    """Yield runs of consecutive tokens, one per sequence, or one for all if nothing is masked; None: there is none."""
+    """Yield runs of consecutive tokens, one for all sequences in a row that have the same; None: there is none."""
     masked = x.query_mask is not None or x.key_mask is not None
     if isinstance(x.queries, range) and isinstance(x.keys, range) and not masked:
         everything = slice(None)
@@ -46,12 +47,14 @@ def spans(x: Problem) -> Iterator[Span | None]:
         reference.check_order("key_positions", key, x.key_mask)
         yield None
         return
-    for b, (q, k) in enumerate(zip(queries, keys, strict=True)):
+    first = 0
+    for (q, k), alike in groupby(zip(queries, keys, strict=True)):
         assert q is not None
         assert k is not None
+        batch = slice(first, first := first + len(list(alike)))
         if not len(q[1]):
             continue
         if q[1].stop > k[1].stop or q[1].start < k[1].start:
             yield None
             return
-        yield Span(slice(b, b + 1), q[0], k[0], q[1], k[1])
+        yield Span(batch, q[0], k[0], q[1], k[1])

@@ -27,6 +27,8 @@ from rpe3d.rotation.table import Tables
 
 ROWS_ON_CPU = 4096
 """Queries in a block."""
+PART = 2**25
+"""Elements of a part of the result, at most."""
 Done = list[tuple[slice, Span, Tensor, Tensor]]
 
 
@@ -102,10 +104,13 @@ class Calls:
         )
 
     def batches(self, span: Span, task: Task) -> list[slice]:
-        """Return which sequences go together: calls that repeat over chunks have no room for a batch."""
-        if not any(call.times > 1 for block in task.blocks for call in block.calls):
+        """Return which sequences go together: where calls repeat over chunks, as many as have room as further heads."""
+        if not task.repeats:
             return [span.batch]
-        return [slice(b, b + 1) for b in range(*span.batch.indices(self.problem.q.shape[0]))]
+        b, h, _, d = self.problem.q.shape
+        first, stop, _ = span.batch.indices(b)
+        most = max(1, PART // (h * d * len(span.keys)))
+        return [slice(n, min(n + most, stop)) for n in range(first, stop, most)]
 
     def work(self) -> tuple[int, int]:
         """Return the number of library calls, 0 where none fits, and their floating point operations per dimension."""
@@ -132,13 +137,16 @@ class Calls:
         if not self.tasks or any(span.places is not None for span, _ in self.tasks):
             raise ValueError("there are no calls of consecutive tokens")
         works = [(batch, span, task) for span, task in self.tasks for batch in self.batches(span, task)]
-        if len(works) == 1 and works[0][1].query == slice(None):  # all tokens of all sequences
-            return backward(works[0][2], q, k, v, out, lse, do, None)
+        if len(works) == 1 and works[0][1].query == slice(None) and (q.shape[0] == 1 or not works[0][2].repeats):
+            return backward(works[0][2], q, k, v, out, lse, do, None)  # all tokens of all sequences
         dq, dk, dv = (torch.zeros_like(y) for y in (q, k, v))
         for batch, span, task in works:
             here, there = (batch, slice(None), span.query), (batch, slice(None), span.key)
-            found = backward(task, q[here], k[there], v[there], out[here], lse[here], do[here], None)
-            dq[here], dk[there], dv[there] = found
+            given = (q[here], k[there], v[there], out[here], lse[here], do[here])
+            found = backward(task, *(_as_heads(y, task) for y in given), None)
+            dq[here], dk[there], dv[there] = (
+                y.view_as(like) for y, like in zip(found, (dq[here], dk[there], dv[there]), strict=True)
+            )
         return dq, dk, dv
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -157,14 +165,22 @@ class Calls:
                 return out, lse
             for batch in self.batches(span, task):
                 here = q[batch, :, span.query], k[batch, :, span.key], v[batch, :, span.key]
-                out, lse = Blocked.apply(*here, sinks, task)  # type: ignore[no-untyped-call]
-                done.append((batch, span, out, lse))
+                n, rows = len(here[0]), here[0].shape[:3]
+                every = sinks.repeat(n) if sinks is not None and task.repeats else sinks
+                given = (_as_heads(y, task) for y in here)
+                out, lse = Blocked.apply(*given, every, task)  # type: ignore[no-untyped-call]
+                done.append((batch, span, out.view(*rows, -1), lse.view(rows)))
         return _gathered(q, v, sinks, done)
 
 
 def _in_a_row(x: Float[Tensor, "b h t d"]) -> Float[Tensor, "1 h b*t d"]:
     """Return all sequences as one: a view where a token's heads lie together."""
     return x.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None]
+
+
+def _as_heads(x: Tensor, task: Task) -> Tensor:
+    """Return sequences as further heads of one, where calls repeat over chunks, which takes the place of a batch."""
+    return x.reshape(1, -1, *x.shape[2:]) if task.repeats and len(x) > 1 else x
 
 
 def _rows(q: Tensor, keys: int) -> int:
@@ -174,7 +190,7 @@ def _rows(q: Tensor, keys: int) -> int:
     """
     if q.device.type == "cpu":
         return ROWS_ON_CPU
-    elements = 2**25 if keys <= 65536 else 2**23
+    elements = PART if keys <= 65536 else PART // 4
     return max(1024, elements // (q.shape[1] * q.shape[3]))
 
 

@@ -58,6 +58,11 @@ class Task:
         freeze(self, blocks=self.schedule(self.rows))
 
     @cached_property
+    def repeats(self) -> bool:
+        """Whether some call repeats over chunks, in the place of a batch; the backward's blocks may, if no other do."""
+        return any(call.times > 1 for block in (*self.blocks, *self.backward_blocks) for call in block.calls)
+
+    @cached_property
     def backward_blocks(self) -> tuple[Block, ...]:
         """The schedule of the backward."""
         return self.schedule(self.backward_rows)
