@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from rpe3d.attention.blocked.layout import by_token, flipped
 from rpe3d.attention.blocked.schedule import Block, Call
 from rpe3d.attention.blocked.task import Task
 from rpe3d.attention.merge import MOST, Part, add_up, merge, merge_checked
@@ -146,7 +147,8 @@ def _run(task: Task, call: Call, start: int, q: Tensor, k: Tensor, v: Tensor) ->
     if call.pieces:
         out, lse = task.pack(call).forward(task.backend, q, k, v, call.shape == "causal", task.scale)
     elif call.shape == "upper":
-        out, lse = (x.flip(2) for x in task.backend.forward(q.flip(2), k.flip(2), v.flip(2), True, task.scale))
+        out, lse = task.backend.forward(flipped(q), flipped(k), flipped(v), True, task.scale)
+        out, lse = flipped(out), lse.flip(2)
     else:
         out, lse = task.backend.forward(q, k, v, call.shape == "causal", task.scale)
     return Part(out, lse, start, call.step if call.times > 1 else 0, task.regions[call.region].fade is not None)
@@ -163,6 +165,8 @@ def backward(
     """
     precise = torch.promote_types(q.dtype, torch.float32)
     dq = torch.empty_like(q)
+    if q.shape[0] == 1 and sum(len(block.calls) for block in task.backward_blocks) > 1:
+        q, out, do = by_token(q), by_token(out), by_token(do)  # once, and no call copies its own rows of them
     dk, dv = {STOCK: _Sum(k, precise)}, _Sum(v, precise)
     turned_keys: dict[Turn, Tensor] = {}
     shift = task.shift
@@ -229,9 +233,9 @@ def _gradients(
         return task.pack(call).backward(task.backend, do, q, k, v, out, lse, call.shape == "causal", task.scale)
     if call.shape != "upper":
         return task.backend.backward(do, q, k, v, out, lse, call.shape == "causal", task.scale)
-    do, q, k, v, out, lse = (x.flip(2) for x in (do, q, k, v, out, lse))
-    gq, gk, gv = task.backend.backward(do, q, k, v, out, lse, True, task.scale)
-    return gq.flip(2), gk.flip(2), gv.flip(2)
+    do, q, k, v, out = (flipped(x) for x in (do, q, k, v, out))
+    gq, gk, gv = task.backend.backward(do, q, k, v, out, lse.flip(2), True, task.scale)
+    return flipped(gq), flipped(gk), flipped(gv)
 
 
 def _rows(rows: range, queries: range) -> slice:
