@@ -20,6 +20,12 @@ def flipped(x: Float[Tensor, "b h t d"]) -> Float[Tensor, "b h t d"]:
     return _wide(x).flip(2).view(x.dtype)
 
 
+def room(x: Tensor) -> Tensor:
+    """Return an empty tensor in the layout of x, or contiguous where that would scatter the last dimension."""
+    made = torch.empty_like(x)
+    return made if made.stride(-1) == 1 else torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 def laid_out(x: Float[Tensor, "b h t e"], q: Float[Tensor, "b h t d"]) -> Float[Tensor, "b h t e"]:
     """Return x, dense, with its dimensions in the order of q's: as the forward would have returned an output for q.
 
