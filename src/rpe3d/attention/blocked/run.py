@@ -17,7 +17,7 @@ from rpe3d.attention.blocked.schedule import Block, Call
 from rpe3d.attention.blocked.task import PLAIN, Kind, Task, query_kind
 from rpe3d.attention.merge import MOST, Part, add_up, fuses, merge, merge_checked
 
-WAITING = 2**27
+WAITING = 2**29
 """Bytes of gradients that may wait to be added up."""
 
 

@@ -20,7 +20,7 @@ from rpe3d.geometry.region import STOCK
 from rpe3d.rotation import rotate
 from rpe3d.rotation.table import Places, Table, Tables, positions_of
 
-LEAST_BACKWARD = 16384
+LEAST_BACKWARD = 32768
 """Queries in a block of the backward, where the forward has fewer in its own."""
 
 
