@@ -11,8 +11,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from rpe3d import ConfigError, laws, make_law
-from rpe3d.attention import Shared, attention, blocked
-from rpe3d.attention.blocked import run
+from rpe3d.attention import Shared, attention, blocked, merge
+from rpe3d.attention.blocked import layout, run, schedule
 from rpe3d.attention.blocked.backends import BACKENDS
 from rpe3d.attention.blocked.run import Blocked
 from rpe3d.attention.blocked.task import Task
@@ -164,6 +164,40 @@ def test_blocks_of_rows_and_slabs_of_keys_change_nothing(name, parameters, rows,
         results.append((out, lse, *torch.autograd.grad((out * weight).sum(), x)))
     for ours, truth in zip(*results, strict=True):
         torch.testing.assert_close(ours, truth, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [("3d-rpe", {}), ("3d-rpe", {"focus": 0, "interleaved": True}), ("3d-rpe", {"rotary_dim": 8}), ("dca", {})],
+)
+def test_gradients_that_kernels_add_up_are_as_good_as_the_eager_path_s(name, parameters, monkeypatch):
+    """As on a GPU, in Triton's interpreter where there is none."""
+    for module in (merge, run):
+        monkeypatch.setattr(module, "fuses", lambda out: True)
+    x = random_problem(law_for(name, **parameters), h=4, g=2, t=90, s=90, dtype=torch.float32)
+    assert_gradients_as_good(x, partial(attention, law=x.law, rotated=True, impl="blocked"))
+
+
+@pytest.mark.parametrize("heads_together", [False, True])
+def test_no_call_of_a_backward_copies_rows_of_outputs(heads_together, monkeypatch):
+    """cuDNN takes dense ones alone (`laid_out`): fourteen calls that copied theirs took 2.7 of 68 ms at 32k."""
+    law = law_for("3d-rpe")
+    q, k, v = (x.float() for x in vectors(law, b=1, t=TOKENS))
+    if not heads_together:
+        q = q.contiguous()
+    lain, cpu = [], BACKENDS["cpu"]
+
+    def spy(do, q, k, v, o, *rest):
+        lain.append(layout.laid_out(do, q) is do and layout.laid_out(o, q) is o)
+        return cpu.backward(do, q, k, v, o, *rest)
+
+    monkeypatch.setitem(BACKENDS, "cpu", replace(cpu, backward=spy))
+    monkeypatch.setattr("rpe3d.attention.blocked.task.rotate", partial(rotate, impl="triton"))
+    monkeypatch.setattr(schedule, "MOST_STAIRS", 0)
+    out, _ = attention(q.requires_grad_(), k, v, law, rotated=True, impl="blocked")
+    out.backward(torch.randn(out.shape, dtype=out.dtype))
+    assert len(lain) > 4
+    assert all(lain)
 
 
 def test_tables_are_made_once_for_all_layers_and_the_oldest_go(monkeypatch):

@@ -25,22 +25,30 @@ from rpe3d.rotation import launch
 TYPES = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "int64": "i64", "int32": "i32", "int16": "i16"}
 
 
+def typed(x, at, constants, aligned):
+    """Return what Triton is told of an argument, in tuples as well: its type, where it is 1, or aligned."""
+    if isinstance(x, tuple):
+        return tuple(typed(y, (*at, i), constants, aligned) for i, y in enumerate(x))
+    if isinstance(x, torch.Tensor):
+        aligned[at] = [["tt.divisibility", 16]]
+        return "*" + TYPES[str(x.dtype)[6:]]
+    if x is None or (x == 1 and len(at) > 1):
+        constants[at] = x
+        return "constexpr"
+    return "fp32" if isinstance(x, float) else "i32"
+
+
 def compile(bound, *first):
     """Compile a launch in the place of launching it."""
     function = bound.launcher.kernel
     names = [parameter.name for parameter in function.params]
     given = dict(zip(names, [*first, *bound.arguments]))
-    constants = {**bound.constants, **{name: None for name, x in given.items() if x is None}}
-    signature, aligned = {}, {}
-    for i, name in enumerate(names):
-        x = given.get(name)
-        if name in constants:
-            signature[name] = "constexpr"
-        elif isinstance(x, torch.Tensor):
-            signature[name], aligned[(i,)] = "*" + TYPES[str(x.dtype)[6:]], [["tt.divisibility", 16]]
-        else:
-            signature[name] = "fp32" if isinstance(x, float) else "i32"
-    source = ASTSource(function, signature, {(names.index(n),): x for n, x in constants.items()}, aligned)
+    constants, aligned = {(names.index(name),): x for name, x in bound.constants.items()}, {}
+    signature = {
+        name: typed(given[name], (i,), constants, aligned) if name in given else "constexpr"
+        for i, name in enumerate(names)
+    }
+    source = ASTSource(function, signature, constants, aligned)
     triton.compile(source, target=GPUTarget("cuda", 90, 32), options=bound.options)
     print("compiled", function.__name__)
 
@@ -118,6 +126,20 @@ for dim, rotary in ((64, 64), (128, 96)):
 """
 )
 
+ADDED = (
+    COMPILE.split("from rpe3d.attention import Memory")[0]
+    + """
+from rpe3d.attention.merge import Part, kernel
+
+whole, some = torch.zeros(1, 2, 40, 64, dtype=torch.bfloat16), torch.zeros(2, 2, 8, 64, dtype=torch.bfloat16)
+parts = [Part(whole, whole), Part(some, some, 1, 16), Part(some, some, 0, 16, flipped=True)]
+table = torch.zeros(40, 32), torch.zeros(40, 32)
+for interleaved in (False, True):
+    kernel.add_up(parts, whole, parts, table, interleaved=interleaved)
+kernel.add_up(parts, whole.float())
+"""
+)
+
 
 def compiled(program):
     """Return the kernels that a program compiles for a Hopper GPU, each as often as it does."""
@@ -142,3 +164,8 @@ def test_the_kernels_of_a_choice_compile_for_a_gpu():
 def test_the_kernels_of_a_choice_over_pages_compile_for_a_gpu():
     """Split and whole, with dimensions that are not rotated and without: what a server captures in CUDA graphs."""
     assert compiled(CHOSEN) == ["_written", "_written", "_written", "_score", "_choose", "_attend"] * 4
+
+
+def test_the_sum_of_gradients_compiles_for_a_gpu():
+    """With parts that are turned back, in pairs of either layout, and without."""
+    assert compiled(ADDED) == ["_add"] * 3

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from rpe3d import laws, make_law
+from rpe3d.attention import merge
 from rpe3d.attention.merge import Part, add_up
 from rpe3d.attention.merge import kernel as merge_kernel
-from rpe3d.rotation import table_kernel
+from rpe3d.rotation import cos_sin, rotate, table_kernel
 from rpe3d.rotation.table import plain, table
 
 FLOAT = torch.float32
@@ -59,3 +60,36 @@ def test_parts_add_up_where_they_lie(device):
     merge_kernel.add_up(parts, by_kernel)
     torch.testing.assert_close(plainly, expected)
     torch.testing.assert_close(by_kernel, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 9])
+def test_turned_parts_are_turned_back_as_they_add_up(count, interleaved, dtype, device, monkeypatch):
+    """The transpose of a rotation, by autograd in float64; more parts than a kernel takes are summed in float32."""
+    monkeypatch.setattr(merge, "fuses", lambda out: True)
+
+    def parts(n):
+        made = []
+        for i in range(n):
+            times, rows, start, step = ((1, 21, 0, 0), (1, 5, 4, 0), (2, 3, 2, 8))[i % 3]
+            x = torch.randn(times, rows, 3, 24).transpose(1, 2).to(device, dtype)
+            made.append(Part(x, x, start, step, flipped=i % 2 == 1))
+        return made
+
+    def total(some):
+        result = torch.zeros(1, 3, 21, 24, dtype=torch.float64, device=device)
+        for part in some:
+            x = part.out.flip(2) if part.flipped else part.out
+            for n in range(x.shape[0]):
+                first = part.start + n * part.step
+                result[0, :, first : first + x.shape[2]] += x[n]
+        return result
+
+    plain, turned = parts(count), parts(count)
+    table = cos_sin(torch.randn(21, 12, dtype=torch.float64, device=device), dtype=torch.float64)
+    x = torch.zeros(1, 3, 21, 24, dtype=torch.float64, device=device, requires_grad=True)
+    (back,) = torch.autograd.grad(rotate(x, None, *table, interleaved=interleaved)[0], x, total(turned))
+    out = torch.full((1, 21, 3, 24), torch.nan, dtype=dtype, device=device).transpose(1, 2)
+    merge.add_up(plain, out, turned, tuple(y.float() for y in table), interleaved=interleaved)
+    torch.testing.assert_close(out.double(), total(plain) + back, rtol=torch.finfo(dtype).eps, atol=1e-5)

@@ -8,6 +8,7 @@ import torch
 from rpe3d.attention import blocked
 from rpe3d.attention.blocked import backends as library
 from rpe3d.attention.blocked.backends import BACKENDS, ROUND
+from rpe3d.attention.blocked.layout import laid_out
 from rpe3d.testing import random_problem, small_law
 
 
@@ -59,7 +60,7 @@ def views(rows):
 def test_what_a_backward_sees_lies_as_an_output_of_the_forward_does(q, x):
     """cuDNN's plans are kept by q, k and v; PyTorch's own output for a q is `empty_like(q)`."""
     q, x = views(5)[q], views(5)[x]
-    laid = library.laid_out(x, q)
+    laid = laid_out(x, q)
     assert laid.stride() == torch.empty_like(q).stride()
     assert torch.equal(laid, x)
 

@@ -175,6 +175,18 @@ def test_a_part_may_be_repetitions_of_rows(step, impl, device):
 
 
 @IMPL
+def test_the_rows_of_a_part_may_stand_backwards(impl, device):
+    """In each of its repetitions."""
+    whole = partials(1, device, shape=(1, 3, 25, 64))[0]
+    o, lse = torch.randn(3, 3, 6, 64, device=device), torch.randn(3, 3, 6, device=device)
+    found = []
+    for part in (Part(o, lse, 1, 8, flipped=True), Part(o.flip(2), lse.flip(2), 1, 8)):
+        found.append(poisoned_results([whole]))
+        merge([whole, part], *found[-1], impl=impl)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@IMPL
 def test_sinks_join_the_denominator_alone(impl, device):
     sinks = torch.tensor([0.5, -torch.inf, 30.0], device=device)
     parts = partials(2, device)

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float, Int32
 from torch import Tensor
 
+from rpe3d.attention.blocked.layout import laid_out
 from rpe3d.config import choice
 
 Forward = tuple[Float[Tensor, "b h t e"], Float[Tensor, "b h t"]]
@@ -102,18 +103,6 @@ def _cudnn_backward(
         scale=scale,
     )
     return dq, dk, dv
-
-
-def laid_out(x: Float[Tensor, "b h t e"], q: Float[Tensor, "b h t d"]) -> Float[Tensor, "b h t e"]:
-    """Return x, dense, with its dimensions in the order of q's: as the forward would have returned an output for q.
-
-    PyTorch keeps the plans of cuDNN's backward by the shapes and strides of q, k and v alone, and expects the rest to
-    lie so. With an output that lies in another way it takes the plan of an earlier call, and the gradients are garbage.
-    """
-    order = sorted(range(4), key=q.stride, reverse=True)
-    inverse = sorted(range(4), key=order.__getitem__)
-    dense = x.permute(order)
-    return x if dense.is_contiguous() else dense.contiguous().permute(inverse)
 
 
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Forward:

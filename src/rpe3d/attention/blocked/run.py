@@ -12,19 +12,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from rpe3d.attention.blocked.layout import by_token, flipped, room
 from rpe3d.attention.blocked.schedule import Block, Call
-from rpe3d.attention.blocked.task import Task
-from rpe3d.attention.merge import MOST, Part, add_up, merge, merge_checked
-from rpe3d.geometry import Fade, Region, Turn
-from rpe3d.geometry.region import STOCK
+from rpe3d.attention.blocked.task import PLAIN, Kind, Task, query_kind
+from rpe3d.attention.merge import MOST, Part, add_up, fuses, merge, merge_checked
 
-WAITING = 2**27
+WAITING = 2**29
 """Bytes of gradients that may wait to be added up."""
-
-
-Kind = tuple[Turn, Fade | None]
-"""How a region treats its queries."""
-PLAIN: Kind = (STOCK, None)
 
 
 class Blocked(torch.autograd.Function):
@@ -73,7 +67,7 @@ def _forward(task: Task, q: Tensor, k: Tensor, v: Tensor, far: Part | None) -> t
     shift, fades = task.shift, task.fade is not None
     begun: set[int] = set()
     for slab, work in task.passes():
-        turned: dict[Turn, Tensor] = {}
+        turned: dict[Kind, Tensor] = {}
         for block, calls in work:
             here = _rows(block.rows, task.queries)
             total = result.rows(here)
@@ -104,7 +98,7 @@ def _merged(parts: list[Part], total: Part, shift: Tensor | None, fused: bool) -
 
 
 def _forward_block(
-    task: Task, q: Tensor, k: Tensor, v: Tensor, block: Block, calls: list[Call], slab: range, far: dict[Turn, Tensor]
+    task: Task, q: Tensor, k: Tensor, v: Tensor, block: Block, calls: list[Call], slab: range, far: dict[Kind, Tensor]
 ) -> list[Part]:
     """Run the calls of a block. Regions come one after the other, so one turned copy of the queries lives at a time."""
     stock = q[:, :, _rows(block.rows, task.queries)]
@@ -112,9 +106,9 @@ def _forward_block(
     parts = []
     for call in calls:
         region = task.regions[call.region]
-        if (region.query, region.fade) != of:
-            of, turned = (region.query, region.fade), task.query(stock, region, block.rows)
-        keys, first = _keys(task, k, region.key, call, slab, far)
+        if (kind := query_kind(region)) != of:
+            of, turned = kind, task.turned(stock, kind, block.rows)
+        keys, first = _keys(task, k, (region.key, None), call, slab, far)
         start = call.query - block.rows.start
         parts.append(
             _run(
@@ -129,27 +123,28 @@ def _forward_block(
     return parts
 
 
-def _keys(task: Task, k: Tensor, turn: Turn, call: Call, slab: range, far: dict[Turn, Tensor]) -> tuple[Tensor, int]:
+def _keys(task: Task, k: Tensor, kind: Kind, call: Call, slab: range, far: dict[Kind, Tensor]) -> tuple[Tensor, int]:
     """Return turned keys that hold those of the call, and the position of their first."""
-    if turn.is_stock:
+    if kind == PLAIN:
         return k, 0
     span = range(call.key, call.key + (call.times - 1) * call.step + call.columns)
     if slab.start <= span.start and span.stop <= slab.stop:
-        if turn not in far:
-            far[turn] = task.turn(k[:, :, slab.start : slab.stop], turn, slab)
-        return far[turn], slab.start
-    return task.turn(k[:, :, span.start : span.stop], turn, span), span.start
+        if kind not in far:
+            far[kind] = task.turned(k[:, :, slab.start : slab.stop], kind, slab)
+        return far[kind], slab.start
+    return task.turned(k[:, :, span.start : span.stop], kind, span), span.start
 
 
 def _run(task: Task, call: Call, start: int, q: Tensor, k: Tensor, v: Tensor) -> Part:
-    """Return one library call; its rows begin at `start` in the block."""
+    """Return one library call; its rows begin at `start` in the block. Those of an upper triangle stand backwards."""
     if call.pieces:
         out, lse = task.pack(call).forward(task.backend, q, k, v, call.shape == "causal", task.scale)
     elif call.shape == "upper":
-        out, lse = (x.flip(2) for x in task.backend.forward(q.flip(2), k.flip(2), v.flip(2), True, task.scale))
+        out, lse = task.backend.forward(flipped(q), flipped(k), flipped(v), True, task.scale)
     else:
         out, lse = task.backend.forward(q, k, v, call.shape == "causal", task.scale)
-    return Part(out, lse, start, call.step if call.times > 1 else 0, task.regions[call.region].fade is not None)
+    faded = task.regions[call.region].fade is not None
+    return Part(out, lse, start, call.step if call.times > 1 else 0, faded, call.shape == "upper")
 
 
 def backward(
@@ -161,10 +156,11 @@ def backward(
     own log-sum-exp and output, their weights are exp(τ s - e ℓ - loss - lse), and since ℓ depends on the scores, too,
     (1 - e) out + e o stands in the place of out.
     """
-    precise = torch.promote_types(q.dtype, torch.float32)
-    dq = torch.empty_like(q)
-    dk, dv = {STOCK: _Sum(k, precise)}, _Sum(v, precise)
-    turned_keys: dict[Turn, Tensor] = {}
+    dq, dk, dv = room(q), room(k), room(v)
+    if q.shape[0] == 1 and sum(len(block.calls) for block in task.backward_blocks) > 1:
+        q, out, do = by_token(q), by_token(out), by_token(do)  # once, and no call copies its own rows of them
+    keys, values = {PLAIN: _Sum(k)}, _Sum(v)
+    turned_keys = {PLAIN: k}
     shift = task.shift
     for block in task.backward_blocks:
         here = _rows(block.rows, task.queries)
@@ -172,17 +168,15 @@ def backward(
         faded = whole
         if shift is not None and any(task.regions[call.region].fade is not None for call in block.calls):
             faded = _seen_by_faded(whole, far and far.rows(here), shift[:, here], task.shares[..., here])
-        turned: dict[Kind, Tensor] = {PLAIN: q[:, :, here]}
+        turned = {PLAIN: q[:, :, here]}
         parts: dict[Kind, list[Part]] = {PLAIN: []}
-        regions: dict[Kind, Region] = {}
         for call in block.calls:
             region = task.regions[call.region]
-            kind = (region.query, region.fade)
+            kind, key = query_kind(region), (region.key, None)
             if kind not in turned:
-                turned[kind], regions[kind] = task.query(turned[PLAIN], region, block.rows), region
-            if region.key not in dk:
-                dk[region.key] = _Sum(k, precise)
-                turned_keys[region.key] = task.turn(k, region.key, task.keys)
+                turned[kind], parts[kind] = task.turned(turned[PLAIN], kind, block.rows), []
+            if key not in keys:
+                keys[key], turned_keys[key] = _Sum(k), task.turned(k, key, task.keys)
             start = call.query - block.rows.start
             seen = whole if region.fade is None else faded
             gq, gk, gv = _gradients(
@@ -190,22 +184,37 @@ def backward(
                 call,
                 _rows_of(task, do[:, :, here], start, call),
                 _rows_of(task, turned[kind], start, call),
-                _keys_of(task, turned_keys.get(region.key, k), call.key, call),
+                _keys_of(task, turned_keys[key], call.key, call),
                 _keys_of(task, v, call.key, call),
                 _rows_of(task, seen.out, start, call),
                 _rows_of(task, seen.lse[..., None], start, call)[..., 0],
             )
-            parts.setdefault(kind, []).append(Part(gq, gq, start, call.step if call.times > 1 else 0))
-            dk[region.key].add(gk, call.key, call)
-            dv.add(gv, call.key, call)
-        for kind, region in regions.items():
-            total = torch.empty(turned[PLAIN].shape, dtype=precise, device=q.device)
-            add_up(parts[kind], total)
-            back = task.query(total, region, block.rows, back=True)
-            parts[PLAIN].append(Part(back, back))
-        add_up(parts[PLAIN], dq[:, :, here])
-    keys = [task.turn(g.total(), turn, task.keys, back=True) for turn, g in dk.items()]
-    return dq, sum(keys[1:], keys[0]).to(k.dtype), dv.total().to(v.dtype)
+            step, backwards = call.step if call.times > 1 else 0, call.shape == "upper"
+            parts[kind].append(Part(gq, gq, start, step, flipped=backwards))
+            keys[key].add(Part(gk, gk, call.key, step, flipped=backwards))
+            values.add(Part(gv, gv, call.key, step, flipped=backwards))
+        _add_up(task, parts, block.rows, dq[:, :, here])
+    _add_up(task, {kind: total.rest() for kind, total in keys.items()}, task.keys, dk)
+    add_up(values.rest(), dv)
+    return dq, dk, dv
+
+
+def _add_up(task: Task, parts: dict[Kind, list[Part]], tokens: range, out: Tensor) -> None:
+    """Write the sum of gradients of vectors of these tokens, turned back to where stock RoPE put them."""
+    plain = list(parts[PLAIN])
+    whole = fuses(out) and 2 * len(task.frequencies) == out.shape[3]  # no dimensions beside those that turn
+    for n, (kind, turned) in enumerate(parts.items()):
+        if kind == PLAIN:
+            continue
+        if whole and n + 1 == len(parts):
+            table = task.table(kind, tokens, out.dtype)
+            add_up(plain, out, turned, table, interleaved=task.law.rotary.interleaved)
+            return
+        total = torch.empty(out.shape, dtype=torch.promote_types(out.dtype, torch.float32), device=out.device)
+        add_up(turned, total)
+        back = task.turned(total, kind, tokens, back=True)
+        plain.append(Part(back, back))
+    add_up(plain, out)
 
 
 def _seen_by_faded(
@@ -224,14 +233,13 @@ def _seen_by_faded(
 def _gradients(
     task: Task, call: Call, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the backward of one library call."""
+    """Return the backward of one library call; of an upper triangle, with its rows and columns backwards."""
     if call.pieces:
         return task.pack(call).backward(task.backend, do, q, k, v, out, lse, call.shape == "causal", task.scale)
     if call.shape != "upper":
         return task.backend.backward(do, q, k, v, out, lse, call.shape == "causal", task.scale)
-    do, q, k, v, out, lse = (x.flip(2) for x in (do, q, k, v, out, lse))
-    gq, gk, gv = task.backend.backward(do, q, k, v, out, lse, True, task.scale)
-    return gq.flip(2), gk.flip(2), gv.flip(2)
+    do, q, k, v, out = (flipped(x) for x in (do, q, k, v, out))
+    return task.backend.backward(do, q, k, v, out, lse.flip(2), True, task.scale)
 
 
 def _rows(rows: range, queries: range) -> slice:
@@ -264,35 +272,34 @@ class _Sum:
     keep the host busier than the GPU.
     """
 
-    def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
-        self.sum = torch.empty(like.shape, dtype=dtype, device=like.device)
-        self.begun = False
+    def __init__(self, like: Tensor) -> None:
+        self.like = like
+        self.sum: Tensor | None = None
         self.parts: list[Part] = []
         self.bytes = 0
 
-    def add(self, part: Tensor, start: int, call: Call) -> None:
-        """Return what `_window` showed. Repetitions overlap, so each goes in slices of a step, which do not."""
-        step = call.step if call.times > 1 else 0
-        pieces = part.split(step, dim=2) if step else [part]
-        if self.parts and (len(self.parts) + len(pieces) >= MOST or self.bytes + part.nbytes > WAITING):
+    def add(self, part: Part) -> None:
+        """Take what `_window` showed. Repetitions overlap, so each goes in slices of a step, which do not."""
+        pieces = part.out.split(part.step, dim=2) if part.step else [part.out]
+        assert len(pieces) == 1 or not part.flipped, "the steps of upper triangles do not overlap"
+        if self.parts and (len(self.parts) + len(pieces) >= MOST or self.bytes + part.out.nbytes > WAITING):
             self._settle()
-        self.parts += [Part(x, x, start + n * step, step) for n, x in enumerate(pieces)]
-        self.bytes += part.nbytes
+        self.parts += [part._replace(out=x, lse=x, start=part.start + n * part.step) for n, x in enumerate(pieces)]
+        self.bytes += part.out.nbytes
 
-    def total(self) -> Tensor:
-        """Return the sum of all of them."""
-        if self.parts or not self.begun:
-            self._settle()
-        return self.sum
+    def rest(self) -> list[Part]:
+        """Return what is still to be added up."""
+        return self.parts if self.sum is None else [Part(self.sum, self.sum), *self.parts]
 
     def _settle(self) -> None:
-        if self.begun:
+        """Add up what waits, in at least float32."""
+        if self.sum is None:
+            precise = torch.promote_types(self.like.dtype, torch.float32)
+            self.sum = torch.empty(self.like.shape, dtype=precise, device=self.like.device)
+            add_up(self.parts, self.sum)
+        else:
             first = min(part.start for part in self.parts)
             last = max(part.start + (part.out.shape[0] - 1) * part.step + part.out.shape[2] for part in self.parts)
             here = self.sum[:, :, first:last]
             add_up([Part(here, here), *(part._replace(start=part.start - first) for part in self.parts)], here)
-        elif self.parts:
-            add_up(self.parts, self.sum)
-        else:
-            self.sum.zero_()
-        self.begun, self.parts, self.bytes = True, [], 0
+        self.parts, self.bytes = [], 0

@@ -16,11 +16,17 @@ from rpe3d.attention.blocked.ragged import Pack, pack
 from rpe3d.attention.blocked.schedule import Block, Call, Piece, schedule, skipping
 from rpe3d.config import freeze
 from rpe3d.geometry import Fade, Law, Region, Turn
+from rpe3d.geometry.region import STOCK
 from rpe3d.rotation import rotate
-from rpe3d.rotation.table import Places, Tables, positions_of
+from rpe3d.rotation.table import Places, Table, Tables, positions_of
 
-LEAST_BACKWARD = 16384
+LEAST_BACKWARD = 32768
 """Queries in a block of the backward, where the forward has fewer in its own."""
+
+
+Kind = tuple[Turn, Fade | None]
+"""What is done to vectors that stock RoPE has turned: a turn to where it puts them, and the sharpness of a focus."""
+PLAIN: Kind = (STOCK, None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,23 +141,22 @@ class Task:
     def _on_device(self, x: Float64[Tensor, "2 t"]) -> Float[Tensor, "2 t"]:
         return x.to(self.frequencies.device, self.precision, non_blocking=True)
 
-    def query(self, x: Tensor, region: Region, tokens: range, *, back: bool = False) -> Tensor:
-        """Return these queries as a region has them, from stock RoPE; or gradients of such ones back to it."""
-        if region.fade is None or not region.fade.focus:
-            return self.turn(x, region.query, tokens, back=back)
-        made = self._turned(x, region.query, region.fade, tokens, back)
-        if (rest := 2 * len(self.frequencies)) < x.shape[3]:  # dimensions that do not turn
-            precise = torch.promote_types(x.dtype, torch.float32)
-            made[..., rest:] = (
-                x[..., rest:] * self.tables.sharpness(region.fade, self.at(tokens), x.device, precise)[:, None]
-            )
+    def turned(self, x: Tensor, kind: Kind, tokens: range, *, back: bool = False) -> Tensor:
+        """Turn vectors of these tokens from where stock RoPE put them to where a region has them, or gradients back."""
+        if kind == PLAIN:
+            return x
+        cos, sin = self.table(kind, tokens, x.dtype)
+        made = rotate(x, None, cos, -sin if back else sin, interleaved=self.law.rotary.interleaved)[0]
+        if kind[1] is not None and (rest := 2 * len(self.frequencies)) < x.shape[3]:  # dimensions that do not turn
+            sharp = self.tables.sharpness(kind[1], self.at(tokens), x.device, cos.dtype)
+            made[..., rest:] = x[..., rest:] * sharp[:, None]
         return made
 
-    def turn(self, x: Tensor, turn: Turn, tokens: range, *, back: bool = False) -> Tensor:
-        """Vectors of these tokens, from stock RoPE to where `turn` puts them, or back."""
-        return x if turn.is_stock else self._turned(x, turn, None, tokens, back)
+    def table(self, kind: Kind, tokens: range, dtype: torch.dtype) -> Table:
+        """Return cos and sin for vectors of these tokens, sharpened where they are."""
+        return self.tables(*kind, self.at(tokens), self.frequencies, torch.promote_types(dtype, torch.float32))
 
-    def _turned(self, x: Tensor, turn: Turn, fade: Fade | None, tokens: range, back: bool) -> Tensor:
-        precise = torch.promote_types(x.dtype, torch.float32)
-        cos, sin = self.tables(turn, fade, self.at(tokens), back, self.frequencies, precise)
-        return rotate(x, None, cos, sin, interleaved=self.law.rotary.interleaved)[0]
+
+def query_kind(region: Region) -> Kind:
+    """Return what a region does to its queries."""
+    return region.query, region.fade if region.fade is not None and region.fade.focus else None

@@ -230,7 +230,7 @@ class Kernels:
         tokens = blocks * self.selection.choice.size
         each = replace(turn, chunk=1, offset=0.0, stride=turn.stride - turn.chunk + 1)  # its position i is chunk i
         places = (range(tokens // turn.chunk),)
-        table = self.tables(each, None, places, False, self.problem.frequencies, torch.float32)
+        table = self.tables(each, None, places, self.problem.frequencies, torch.float32)
         cos, sin = (x[:, None].expand(-1, turn.chunk, -1) for x in table)
         interleaved = self.problem.law.rotary.interleaved
         chunks = k[:, :, :tokens].unflatten(2, (-1, turn.chunk)).transpose(1, 2)

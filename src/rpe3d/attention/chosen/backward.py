@@ -273,8 +273,8 @@ def add_far(
     region, interleaved = selection.region, made.problem.law.rotary.interleaved
 
     def turned(x: Tensor, turn: Any, positions: range, back: bool) -> Tensor:
-        table = tables(turn, None, (positions,), back, theta, torch.float32)
-        return rotate(x, None, *table, interleaved=interleaved)[0]
+        cos, sin = tables(turn, None, (positions,), theta, torch.float32)
+        return rotate(x, None, cos, -sin if back else sin, interleaved=interleaved)[0]
 
     # Of a tile and a key head: lists of tiles, as if all tiles chose all blocks, and turned queries, whose gradients in
     # float32 are turned back.

@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rpe3d.config import ConfigError, choice
+from rpe3d.rotation import rotate
 
 IMPLS = ("auto", "torch", "triton")
 MOST = 12
@@ -33,6 +34,8 @@ class Part(NamedTuple):
     step: int = 0
     faded: bool = False
     """It is one of those that `fade` applies to, of which the merge has two numbers for every row."""
+    flipped: bool = False
+    """Its rows stand backwards, in each repetition: row r is the r-th from the end."""
 
     def rows(self, rows: slice) -> Part:
         """Return some rows of a whole result: views."""
@@ -88,23 +91,46 @@ def merge_checked(
         kernel.merge(parts, out, lse, sinks, fade)
 
 
-def add_up(parts: Sequence[Part], out: Float[Tensor, "b h t e"]) -> None:
+def add_up(
+    parts: Sequence[Part],
+    out: Float[Tensor, "b h t e"],
+    turned: Sequence[Part] = (),
+    table: tuple[Float[Tensor, "t l"], Float[Tensor, "t l"]] | None = None,
+    *,
+    interleaved: bool = False,
+) -> None:
     """Return out = Σ_i o_i over the parts that hold a row, zeros where none does: how gradients of parts meet.
 
-    Written into the tensor given, in one pass over memory on CUDA; any number of parts, whose `lse` is not looked at.
+    To it comes the sum of those that are `turned`, turned back by a table of cos and sin. Written into the tensor
+    given, in one pass over memory on CUDA; any number of parts, whose `lse` is not looked at; sums in at least float32.
     """
-    if out.is_cuda and _HAS_TRITON and out.dtype != torch.float64:
-        from rpe3d.attention.merge import kernel
-
-        kernel.add_up(parts[:MOST], out)
-        for n in range(MOST, len(parts), MOST - 1):
-            kernel.add_up([Part(out, out), *parts[n : n + MOST - 1]], out)
+    precise = torch.promote_types(out.dtype, torch.float32)
+    if not fuses(out):
+        total = torch.zeros(out.shape, dtype=precise, device=out.device)
+        for part in turned:
+            for rows, values in _held(part, part.out):
+                total[:, :, rows] += values
+        if table is not None:
+            total = rotate(total, None, table[0], -table[1], interleaved=interleaved)[0]
+        for part in parts:
+            for rows, values in _held(part, part.out):
+                total[:, :, rows] += values
+        out.copy_(total)
         return
-    total = torch.zeros(out.shape, dtype=torch.promote_types(out.dtype, torch.float32), device=out.device)
-    for part in parts:
-        for rows, values in _held(part, part.out):
-            total[:, :, rows] += values
-    out.copy_(total)
+    from rpe3d.attention.merge import kernel
+
+    while len(parts) + len(turned) > MOST:  # some of them first, without rounding
+        many, turns = (parts, False) if len(parts) > len(turned) else (turned, True)
+        some = torch.empty(out.shape, dtype=precise, device=out.device)
+        kernel.add_up(many[:MOST], some)
+        many = [Part(some, some), *many[MOST:]]
+        parts, turned = (parts, many) if turns else (many, turned)
+    kernel.add_up(parts, out, turned, table, interleaved=interleaved)
+
+
+def fuses(out: Tensor) -> bool:
+    """Say whether `add_up` is one kernel for such a result."""
+    return out.is_cuda and _HAS_TRITON and out.dtype != torch.float64 and out.shape[3] % 2 == 0
 
 
 def _plain(parts: Sequence[Part], out: Tensor, lse: Tensor, sinks: Tensor | None, fade: Tensor | None) -> None:
@@ -133,6 +159,7 @@ def _plain(parts: Sequence[Part], out: Tensor, lse: Tensor, sinks: Tensor | None
 
 def _held(part: Part, x: Tensor) -> list[tuple[slice, Tensor]]:
     """Return which rows of the result the part holds, and its values there."""
+    x = x.flip(2) if part.flipped else x
     if not part.step:
         return [(slice(part.start, part.start + x.shape[2]), x)]
     starts = (part.start + n * part.step for n in range(x.shape[0]))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rpe3d.attention.merge import Part
 from rpe3d.config import ConfigError
+from rpe3d.rotation.kernel import _load, _store
 from rpe3d.rotation.launch import Launcher
 
 
@@ -20,7 +21,8 @@ from rpe3d.rotation.launch import Launcher
 def _row(first, tokens, place, ALIGNED: tl.constexpr, BLOCK_T: tl.constexpr):
     """Say where a part has rows first .. first + BLOCK_T of the result: repetition, row, and whether it has them.
 
-    A place is start, rows, step, repetitions. ALIGNED: all of them fall on tiles, which divide once.
+    A place is start, rows, step, repetitions, and 1 where rows stand backwards. ALIGNED: all of them fall on tiles,
+    which divide once.
     """
     i = tl.arange(0, BLOCK_T)
     if ALIGNED:
@@ -29,6 +31,7 @@ def _row(first, tokens, place, ALIGNED: tl.constexpr, BLOCK_T: tl.constexpr):
         n = (first + i - place[0]) // place[2]
     row = first + i - place[0] - n * place[2]
     held = (first + i >= place[0]) & (n < place[3]) & (row < place[1]) & (first + i < tokens)
+    row += place[4] * (place[1] - 1 - 2 * row)
     return n.to(tl.int64), row.to(tl.int64), held
 
 
@@ -137,33 +140,49 @@ def _add_kernel(
     part_strides,
     places,
     out,
+    cos,
+    sin,
     heads,
     tokens,
     out_b,
     out_h,
     out_t,
+    TURNED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     PARTS: tl.constexpr,
     DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """Return BLOCK_T rows of one head per program. Equals merge.add_up's plain sum."""
+    """Return BLOCK_T rows of one head per program, of which the next reads the same table. Equals merge.add_up.
+
+    The first TURNED parts are turned back together. All tiles are those of the rotation: one member of every pair.
+    """
     program = tl.program_id(0)
     tiles = tl.cdiv(tokens, BLOCK_T)
-    h = ((program // tiles) % heads).to(tl.int64)  # offsets pass 2^31 elements at a million tokens
-    b = (program // tiles // heads).to(tl.int64)
-    first = (program % tiles) * BLOCK_T
-    t = first + tl.arange(0, BLOCK_T)
-    live = t < tokens
-    j = tl.arange(0, WIDTH)[None, :]
-    result = tl.zeros([BLOCK_T, WIDTH], tl.float32)
+    h = (program % heads).to(tl.int64)  # offsets pass 2^31 elements at a million tokens
+    b = (program // heads // tiles).to(tl.int64)
+    first = ((program // heads) % tiles) * BLOCK_T
+    t = (first + tl.arange(0, BLOCK_T))[:, None]
+    PAIRS: tl.constexpr = DIM // 2
+    HALF: tl.constexpr = WIDTH // 2
+    x = tl.zeros([BLOCK_T, HALF], tl.float32)
+    y = tl.zeros([BLOCK_T, HALF], tl.float32)
     for i in tl.static_range(PARTS):
         n, row, held = _row(first, tokens, places[i], ALIGNED, BLOCK_T)
         at = (n + b) * part_strides[i][0] + h * part_strides[i][1] + row * part_strides[i][2]
-        result += tl.load(parts[i] + at[:, None] + j, mask=held[:, None] & (j < DIM), other=0.0).to(tl.float32)
-    rows = b * out_b + h * out_h + t.to(tl.int64) * out_t
-    tl.store(out + rows[:, None] + j, result.to(out.dtype.element_ty), mask=live[:, None] & (j < DIM))
+        more_x, more_y = _load(parts[i] + at[:, None], held[:, None], PAIRS, HALF, INTERLEAVED)
+        x += more_x.to(tl.float32)
+        y += more_y.to(tl.float32)
+        if i + 1 == TURNED:
+            j = tl.arange(0, HALF)[None, :]
+            mask = (t < tokens) & (j < PAIRS)
+            c = tl.load(cos + t * PAIRS + j, mask=mask, other=0.0)
+            s = tl.load(sin + t * PAIRS + j, mask=mask, other=0.0)
+            x, y = x * c + y * s, y * c - x * s
+    x, y = x.to(out.dtype.element_ty), y.to(out.dtype.element_ty)
+    _store(out + b * out_b + h * out_h + t.to(tl.int64) * out_t, x, y, t < tokens, PAIRS, HALF, INTERLEAVED)
 
 
 _merge, _add = Launcher(_merge_kernel), Launcher(_add_kernel)
@@ -202,27 +221,38 @@ def merge(parts: Sequence[Part], out: Tensor, lse: Tensor, sinks: Tensor | None,
     )
 
 
-def add_up(parts: Sequence[Part], out: Tensor) -> None:
+def add_up(
+    parts: Sequence[Part],
+    out: Tensor,
+    turned: Sequence[Part] = (),
+    table: tuple[Tensor, Tensor] | None = None,
+    *,
+    interleaved: bool = False,
+) -> None:
     """Launch."""
-    places = [_place(part, out.shape[2]) for part in parts]
+    every = [*turned, *parts]
+    places = [_place(part, out.shape[2]) for part in every]
     grid, constants = _launch(out, places)
+    cos, sin = (out, out) if table is None else (x.contiguous() for x in table)
     _add(
         out.device,
         grid,
         (
-            tuple(part.out for part in parts),
-            tuple(part.out.stride()[:3] for part in parts),
+            tuple(part.out for part in every),
+            tuple(part.out.stride()[:3] for part in every),
             tuple(places),
             out,
+            cos,
+            sin,
             *out.shape[1:3],
             *out.stride()[:3],
         ),
-        constants,
+        {"TURNED": len(turned), "INTERLEAVED": interleaved, **constants},
         _OPTIONS,
     )
 
 
-Place = tuple[int, int, int, int]
+Place = tuple[int, int, int, int, int]
 
 
 def _launch(out: Tensor, places: list[Place]) -> tuple[tuple[int, int, int], dict[str, Any]]:
@@ -237,4 +267,5 @@ def _launch(out: Tensor, places: list[Place]) -> tuple[tuple[int, int, int], dic
 
 def _place(part: Part, tokens: int) -> Place:
     rows = part.out.shape[2]
-    return (part.start, rows, part.step, part.out.shape[0]) if part.step else (part.start, rows, tokens, 1)
+    step, times = (part.step, part.out.shape[0]) if part.step else (tokens, 1)
+    return part.start, rows, step, times, int(part.flipped)
