@@ -7,6 +7,7 @@ from typing import Any
 from rpe3d.config import ConfigError
 from rpe3d.geometry import Law
 from rpe3d.models.carried import carried, parameters_of
+from rpe3d.serve.metrics import told_law
 from rpe3d.serve.versions import ON_GPU, version_refusal
 
 FAMILIES = ("gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3")
@@ -55,6 +56,15 @@ def check_model(config: Any) -> Law:
             "take another law, such as 3d-rpe",
         )
     return law
+
+
+def check_told(config: Any) -> None:
+    """Refuse a model that is not under the law that `rpe3d serve` found for it: an option of vLLM has replaced one."""
+    if not told_law(config_law(config)):
+        raise ConfigError(
+            "the model that vLLM builds is not under the law that `rpe3d serve` says it is",
+            "leave out options that replace the model or its config, such as --vllm hf-overrides",
+        )
 
 
 def check_engine(engine: Any, law: Law) -> None:
