@@ -6,6 +6,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from rpe3d import ConfigError, make_law
 from rpe3d.serve.checks import check_engine, check_model
@@ -30,6 +31,7 @@ def settings(length=512, cache="auto", speculative=None, parallel=1, model_type=
     return SimpleNamespace(
         model_config=SimpleNamespace(
             max_model_len=length,
+            dtype=torch.bfloat16,
             hf_config=SimpleNamespace(model_type=model_type),
             hf_text_config=SimpleNamespace(model_type="llama"),
         ),
@@ -40,10 +42,11 @@ def settings(length=512, cache="auto", speculative=None, parallel=1, model_type=
     )
 
 
-def by_layer_type(model_type="gemma3_text"):
-    """A law for full attention, and stock rope parameters for sliding layers."""
+def by_layer_type(model_type="gemma3_text", sliding=None):
+    """A law for full attention, and stock rope parameters for sliding layers unless others are given."""
     made = config(model_type=model_type, sliding_window=32)
-    made.rope_parameters = {"full_attention": made.rope_parameters, "sliding_attention": {"rope_type": "default"}}
+    parameters = {"sliding_attention": sliding or {"rope_type": "default"}}
+    made.rope_parameters = {"full_attention": made.rope_parameters} | parameters
     return made
 
 
@@ -81,6 +84,8 @@ def test_versions(version, fine, on_gpu):
         (config(model_type="gemma3_text"), "type 'gemma3_text'"),
         (config(model_type="gemma3_text", use_bidirectional_attention=True), "type 'gemma3_text'"),
         (by_layer_type("llama"), "type 'llama'"),
+        (by_layer_type(sliding=config().rope_parameters), "layers of several types carry laws"),
+        (config(is_causal=False), "type 'llama'"),
         (config(law("dynamic")), "dynamic changes its frequencies"),
         (SimpleNamespace(model_type="llama", rope_parameters={"rope_type": "default"}), "carries no law"),
     ],
@@ -94,7 +99,9 @@ def test_models_that_are_refused(given, why):
     ("given", "why"),
     [
         (settings(length=513), "max_model_len is 513, beyond the law's context 512"),
-        (settings(cache="fp8_e4m3"), "holds keys as fp8_e4m3"),
+        (settings(cache="fp8_e4m3"), "holds keys as fp8_e4m3, and a law needs the model's own bfloat16"),
+        (settings(cache="float16"), "holds keys as float16"),
+        (settings(cache="fp8_ds_mla"), "holds keys as fp8_ds_mla"),
         (settings(model_type="llava"), "type 'llava' are not served"),
         (settings(speculative=object()), "speculative decoding"),
         (settings(parallel=2), "context parallelism"),

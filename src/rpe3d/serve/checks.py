@@ -38,11 +38,14 @@ def check_model(config: Any) -> Law:
     if law is None:
         raise ConfigError("this model carries no law", "`rpe3d serve MODEL --context N` gives it one")
     nested = "rope_type" not in config.rope_parameters
+    if nested and sum("law" in own for own in config.rope_parameters.values()) > 1:
+        raise ConfigError("layers of several types carry laws", "serve one law, for full attention, and extend anew")
     if (
         config.model_type not in FAMILIES
         or nested != (config.model_type in BY_LAYER_TYPE)
         or (parameters_of(config) or {}).keys() & UNLIKE_LLAMA
         or getattr(config, "use_bidirectional_attention", False)
+        or not getattr(config, "is_causal", True)
     ):
         raise family_refusal(config.model_type)
     if not nested and getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
@@ -80,11 +83,11 @@ def check_engine(engine: Any, law: Law) -> None:
             f"max_model_len is {engine.model_config.max_model_len}, beyond the law's context {law.context}",
             "lower it, or extend the model to a longer context",
         )
-    cache = str(engine.cache_config.cache_dtype)
-    if cache not in ("auto", "float16", "bfloat16", "float32"):
+    cache, own = str(engine.cache_config.cache_dtype), str(engine.model_config.dtype).removeprefix("torch.")
+    if cache not in ("auto", own):
         raise ConfigError(
-            f"the cache holds keys as {cache}, and laws are tested with keys of 16 bits or more alone",
-            "leave --kv-cache-dtype out, or give bfloat16 if the checkpoint asks for fp8",
+            f"the cache holds keys as {cache}, and a law needs the model's own {own}",
+            f"leave --kv-cache-dtype out, or give {own} if the checkpoint asks for fp8",
         )
     if engine.speculative_config is not None:
         raise ConfigError("speculative decoding is not tested under a law", "leave it out")
