@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from rpe3d import ConfigError, make_law
-from rpe3d.serve.checks import check_engine, check_model
+from rpe3d.serve import metrics
+from rpe3d.serve.checks import check_engine, check_model, check_told
 from rpe3d.serve.versions import version_refusal
 
 
@@ -110,6 +111,17 @@ def test_models_that_are_refused(given, why):
 def test_settings_that_are_refused(vllm, given, why):
     with pytest.raises(ConfigError, match=why):
         check_engine(given, law())
+
+
+def test_a_model_that_is_not_under_the_law_that_serve_named(monkeypatch):
+    """`--vllm hf-overrides=...` replaces the law of a stock model, which the metrics would still name."""
+    check_told(config())
+    check_told(SimpleNamespace(model_type="llama", rope_parameters={"rope_type": "default"}))
+    monkeypatch.setenv(metrics.VARIABLE, metrics.environment(law())[metrics.VARIABLE])
+    check_told(config())
+    for other in (config(law("dca")), SimpleNamespace(model_type="llama", rope_parameters={"rope_type": "default"})):
+        with pytest.raises(ConfigError, match="not under the law that `rpe3d serve` says"):
+            check_told(other)
 
 
 def test_answers_that_shall_not_depend_on_the_batch(vllm, monkeypatch):
