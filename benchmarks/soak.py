@@ -80,11 +80,18 @@ class Client:
         connection.getresponse().read(20)
         connection.close()
 
-    def metrics(self) -> str:
-        connection = self._request("GET", "/metrics")
+    def _get(self, path: str) -> str:
+        connection = self._request("GET", path)
         said = connection.getresponse().read().decode()
         connection.close()
         return said
+
+    def metrics(self) -> str:
+        return self._get("/metrics")
+
+    def root(self) -> str:
+        """Return where the server has the model from: its name may be `default`, or a GGUF file's."""
+        return str(json.loads(self._get("/v1/models"))["data"][0]["root"])
 
     def metric(self, name: str) -> float:
         """Return the sum of a metric over its labels."""
@@ -222,7 +229,7 @@ def main() -> int:
         longest = given.longest or int(found[1]) // 4
         from transformers import AutoConfig
 
-        soak = Soak(client, prompts(longest, AutoConfig.from_pretrained(given.model).vocab_size), new=given.new,
+        soak = Soak(client, prompts(longest, AutoConfig.from_pretrained(client.root()).vocab_size), new=given.new,
                     in_flight=given.in_flight, tie=given.tie)  # fmt: skip
         sizes = []
         fine = True

@@ -16,7 +16,7 @@ import tiny_lm
 from rpe3d.cli import main
 from rpe3d.cli import serve as verb
 from rpe3d.models.load import load
-from rpe3d.serve import launch
+from rpe3d.serve import launch, refusals
 
 
 @pytest.fixture(scope="module")
@@ -196,6 +196,37 @@ def test_a_vllm_that_is_missing_other_or_blind_is_refused(extended, installed, c
     assert "rpe3d[serve]" in hint
 
 
-def test_a_server_that_ends_before_it_answers_is_an_error():
+def test_a_server_that_ends_before_it_answers_is_an_error(tmp_path):
     with pytest.raises(rpe3d.ConfigError, match=r"did not start \(exit code 3\)"):
-        launch.wait_until_ready(Process([], code=3), "http://127.0.0.1:1")
+        launch.wait_until_ready(Process([], code=3), "http://127.0.0.1:1", tmp_path / "refusal.json")
+
+
+def test_the_reason_of_a_process_of_vllm_is_the_verb_s(folder, installed, monkeypatch, capsys):
+    """vLLM's own last words are about a process that ended."""
+
+    def popen(line, env, **_):
+        monkeypatch.setenv(refusals.VARIABLE, env[refusals.VARIABLE])
+        with pytest.raises(rpe3d.ConfigError), refusals.told():
+            raise rpe3d.ConfigError("the cache is too small", "make it larger")
+        return Process(line, code=1)
+
+    monkeypatch.setattr(verb.subprocess, "Popen", popen)
+    found = refusal(capsys, "serve", folder, "--context", "1k", "--port", "0")
+    assert found == (1, "the cache is too small", "make it larger")
+
+
+@pytest.mark.parametrize(
+    ("option", "why"),
+    [
+        ("max-model-len=1025", "max-model-len is 1025, beyond the law's context 1024"),
+        ("--max_model_len=2k", "max-model-len is 2000, beyond the law's context 1024"),
+        ("port=9", "--vllm port would move the server from where it is waited for"),
+    ],
+)
+def test_options_that_cannot_be_passed_on_are_refused(folder, installed, capsys, option, why):
+    assert refusal(capsys, "serve", folder, "--context", "1k", f"--vllm={option}")[1] == why
+
+
+def test_a_shorter_length_is_passed_on(folder, started):
+    assert main(["serve", str(folder), "--context", "1k", "--vllm", "max-model-len=1K", "--port", "0"]) == 0
+    assert started[0].line[-1] == "--max-model-len=1K"

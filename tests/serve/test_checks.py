@@ -6,9 +6,11 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from rpe3d import ConfigError, make_law
-from rpe3d.serve.checks import check_engine, check_model
+from rpe3d.serve import metrics
+from rpe3d.serve.checks import check_engine, check_model, check_told
 from rpe3d.serve.versions import version_refusal
 
 
@@ -30,6 +32,7 @@ def settings(length=512, cache="auto", speculative=None, parallel=1, model_type=
     return SimpleNamespace(
         model_config=SimpleNamespace(
             max_model_len=length,
+            dtype=torch.bfloat16,
             hf_config=SimpleNamespace(model_type=model_type),
             hf_text_config=SimpleNamespace(model_type="llama"),
         ),
@@ -40,10 +43,11 @@ def settings(length=512, cache="auto", speculative=None, parallel=1, model_type=
     )
 
 
-def by_layer_type(model_type="gemma3_text"):
-    """A law for full attention, and stock rope parameters for sliding layers."""
+def by_layer_type(model_type="gemma3_text", sliding=None):
+    """A law for full attention, and stock rope parameters for sliding layers unless others are given."""
     made = config(model_type=model_type, sliding_window=32)
-    made.rope_parameters = {"full_attention": made.rope_parameters, "sliding_attention": {"rope_type": "default"}}
+    parameters = {"sliding_attention": sliding or {"rope_type": "default"}}
+    made.rope_parameters = {"full_attention": made.rope_parameters} | parameters
     return made
 
 
@@ -81,6 +85,8 @@ def test_versions(version, fine, on_gpu):
         (config(model_type="gemma3_text"), "type 'gemma3_text'"),
         (config(model_type="gemma3_text", use_bidirectional_attention=True), "type 'gemma3_text'"),
         (by_layer_type("llama"), "type 'llama'"),
+        (by_layer_type(sliding=config().rope_parameters), "layers of several types carry laws"),
+        (config(is_causal=False), "type 'llama'"),
         (config(law("dynamic")), "dynamic changes its frequencies"),
         (SimpleNamespace(model_type="llama", rope_parameters={"rope_type": "default"}), "carries no law"),
     ],
@@ -94,7 +100,9 @@ def test_models_that_are_refused(given, why):
     ("given", "why"),
     [
         (settings(length=513), "max_model_len is 513, beyond the law's context 512"),
-        (settings(cache="fp8_e4m3"), "holds keys as fp8_e4m3"),
+        (settings(cache="fp8_e4m3"), "holds keys as fp8_e4m3, and a law needs the model's own bfloat16"),
+        (settings(cache="float16"), "holds keys as float16"),
+        (settings(cache="fp8_ds_mla"), "holds keys as fp8_ds_mla"),
         (settings(model_type="llava"), "type 'llava' are not served"),
         (settings(speculative=object()), "speculative decoding"),
         (settings(parallel=2), "context parallelism"),
@@ -103,6 +111,17 @@ def test_models_that_are_refused(given, why):
 def test_settings_that_are_refused(vllm, given, why):
     with pytest.raises(ConfigError, match=why):
         check_engine(given, law())
+
+
+def test_a_model_that_is_not_under_the_law_that_serve_named(monkeypatch):
+    """`--vllm hf-overrides=...` replaces the law of a stock model, which the metrics would still name."""
+    check_told(config())
+    check_told(SimpleNamespace(model_type="llama", rope_parameters={"rope_type": "default"}))
+    monkeypatch.setenv(metrics.VARIABLE, metrics.environment(law())[metrics.VARIABLE])
+    check_told(config())
+    for other in (config(law("dca")), SimpleNamespace(model_type="llama", rope_parameters={"rope_type": "default"})):
+        with pytest.raises(ConfigError, match="not under the law that `rpe3d serve` says"):
+            check_told(other)
 
 
 def test_answers_that_shall_not_depend_on_the_batch(vllm, monkeypatch):

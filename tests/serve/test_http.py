@@ -253,3 +253,27 @@ def test_a_full_cache_makes_requests_wait_and_a_killed_engine_ends_the_server(fo
     assert server.process.wait(timeout=120) != 0
     server.log.close()
     assert "error: vLLM ended by itself (exit code" in log.read_text()
+
+
+def test_a_killed_worker_ends_the_server(folder, tmp_path):
+    """The engine lives on at first: it has to find that out."""
+    log = tmp_path / "stderr"
+    server = Server(folder, log, "--context", str(CONTEXT), "--vllm=dtype=float32", "--vllm=enforce-eager")
+    (vllm,) = children(server.process.pid)
+    (engine,) = children(vllm)
+    for worker in children(engine) or [engine]:  # vLLM's CPU build may run its worker within the engine
+        os.kill(worker, signal.SIGKILL)
+    assert server.process.wait(timeout=120) != 0
+    server.log.close()
+    assert "error: vLLM ended by itself (exit code" in log.read_text()
+
+
+def test_a_refusal_of_the_engine_is_the_last_that_is_said(folder, tmp_path):
+    """An override of the user's replaces the law, and vLLM would serve plain RoPE."""
+    log = tmp_path / "stderr"
+    override = '--vllm=hf-overrides={"max_position_embeddings": 512}'
+    with pytest.raises(AssertionError):
+        Server(folder, log, "--context", str(CONTEXT), "--vllm=enforce-eager", override)
+    *_, error, hint = log.read_text().splitlines()
+    assert error == "error: the model that vLLM builds is not under the law that `rpe3d serve` says it is"
+    assert hint.startswith("hint: leave out options that replace the model or its config")

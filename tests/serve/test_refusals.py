@@ -43,6 +43,12 @@ def test_a_cache_that_rounds_keys(folder):
     assert "the cache holds keys as fp8" in refused(folder, kv_cache_dtype="fp8", dtype="bfloat16")
 
 
+def test_a_cache_of_another_type_than_the_model(folder):
+    """vLLM starts, and its engine would end at the first text beyond plain RoPE."""
+    words = refused(folder, kv_cache_dtype="bfloat16", dtype="float32")
+    assert "the cache holds keys as bfloat16, and a law needs the model's own float32" in words
+
+
 def test_another_version_of_vllm(folder, monkeypatch):
     monkeypatch.setattr("vllm.__version__", "0.33.1")
     assert "vLLM is 0.33.1, and laws are tested on a CPU with 0.28, " in refused(folder)

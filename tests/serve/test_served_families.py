@@ -96,6 +96,14 @@ def test_serve_reads_the_law_that_a_config_names(qwen_1m):
         prepare(str(qwen_1m), "yarn", None, {})
 
 
+def test_serve_says_that_the_temperature_is_one_number(qwen_1m):
+    """vLLM's was of each text: max(1, 0.1 ln(n / 64) + 1), so 1 for the short ones."""
+    (note,) = prepare(str(qwen_1m), None, None, {}).notes
+    assert "here every text has that of 256 tokens (attention_factor 1.139)" in note
+    assert prepare(str(qwen_1m), "dca", None, {"attention_factor": 1}).notes == ()
+    assert prepare(str(qwen_1m), "dca", 64, {}).notes == ()
+
+
 def test_another_law_replaces_dual_chunk_attention(qwen_1m):
     given = prepare(str(qwen_1m), "leaky-rerope", 512, {})
     stock = rpe3d.extend(model("qwen2", config=QWEN_1M), "leaky-rerope", context=512)

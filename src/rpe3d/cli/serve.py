@@ -7,7 +7,9 @@ import os
 import shlex
 import signal
 import subprocess
+import tempfile
 from argparse import ArgumentParser, Namespace
+from pathlib import Path
 from typing import Any
 
 from rpe3d.cli.arguments import need, size
@@ -33,8 +35,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     need("serve", "transformers")
-    from rpe3d.serve.launch import check_installed, check_port, command, prepare, stop, wait_until_ready
-    from rpe3d.serve.metrics import environment
+    from rpe3d.serve import metrics, refusals
+    from rpe3d.serve.launch import check_installed, check_options, check_port, command, prepare, stop, wait_until_ready
 
     check_installed()
     given = None if arguments.law is None else law_given(arguments.law, arguments)
@@ -43,20 +45,23 @@ def run(arguments: Namespace) -> int:
     served = prepare(arguments.model, given.name if given else None, context, parameters)
     if given is not None:
         given.check(served.law.pretrained)
+    options = [f"--{option.lstrip('-')}" for option in arguments.vllm]
+    check_options(options, served.law)
     check_port(arguments.host, arguments.port)
     for text in served.notes:
         note(text)
     url = f"http://{arguments.host}:{arguments.port}"
     say(f"starting vLLM: {summary(served.law)}")
-    options = [f"--{option.lstrip('-')}" for option in arguments.vllm]
     line = command(served, arguments.model, arguments.host, arguments.port, options)
     # Its words to stderr, and signals of the terminal to us alone: a second one would cut its shutdown short.
-    named = os.environ | environment(served.law)
     ends = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, _interrupt) for number in ends}  # nohup ignores one, and it stays so
+    folder = tempfile.TemporaryDirectory(prefix="rpe3d-serve-")
+    reason = Path(folder.name) / "refusal.json"
+    named = os.environ | metrics.environment(served.law) | {refusals.VARIABLE: str(reason)}
     process = subprocess.Popen(line, stdout=STDERR, start_new_session=True, env=named)
     try:
-        wait_until_ready(process, url)
+        wait_until_ready(process, url, reason)
         say(_curl(url, arguments.model))
         print(f"{url}/v1", flush=True)  # last: who waits for it finds all else said
         code = process.wait()  # 0 also where its engine was killed
@@ -68,6 +73,7 @@ def run(arguments: Namespace) -> int:
             stop(process)
         for number, handler in before.items():
             signal.signal(number, handler)
+        folder.cleanup()
 
 
 def _interrupt(*_: Any) -> None:

@@ -10,6 +10,7 @@ attention; longer ones run in `rpe3d.attention`, as they do under Hugging Face.
     backend     attention under a law, between any vLLM backend and its cache; cpu and cuda say how theirs is read
     adapters    LoRA adapters that were trained under a law
     checks      what is refused, and why; versions: of vLLM, and how they differ
+    refusals    what a process of vLLM refuses, told to `rpe3d serve`
     metrics     the law among the metrics of a server
     launch      vLLM's server for `rpe3d serve`; entry: what it tells of a stock model's law
 """

@@ -8,6 +8,7 @@ from typing import Any
 
 from rpe3d.models.adapters import FILE, check_law
 from rpe3d.serve.checks import config_law
+from rpe3d.serve.refusals import told
 
 
 def install() -> None:
@@ -20,6 +21,7 @@ def install() -> None:
         return
 
     @wraps(stock)
+    @told()
     def _load_adapter(self: Any, lora_request: Any) -> Any:
         folder = Path(get_adapter_absolute_path(lora_request.lora_path))
         if (folder / FILE).exists():  # others were trained without a law, and fit a model as much as its weights do

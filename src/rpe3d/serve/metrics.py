@@ -30,6 +30,12 @@ def environment(law: Law) -> dict[str, str]:
     return {VARIABLE: json.dumps(labels(law))}
 
 
+def told_law(law: Law | None) -> bool:
+    """Say whether a law is the one that this process was told of; True where it was told of none."""
+    told = os.environ.get(VARIABLE)
+    return told is None or (law is not None and labels(law) == json.loads(told))
+
+
 def install() -> None:
     """Enter the law that this process was told of into the registry; nothing where it was told of none."""
     if told := os.environ.get(VARIABLE):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import wraps
 from typing import Any
 
@@ -18,8 +19,9 @@ from rpe3d.geometry import Law
 from rpe3d.geometry.region import STOCK
 from rpe3d.models.registry import DYNAMIC, NAME
 from rpe3d.rotation import cos_sin
-from rpe3d.serve import adapters
-from rpe3d.serve.checks import check_engine, check_model
+from rpe3d.serve import adapters, metrics
+from rpe3d.serve.checks import check_engine, check_model, check_told
+from rpe3d.serve.refusals import told
 from rpe3d.serve.versions import version_refusal
 
 MADE: set[str] = set()
@@ -44,6 +46,8 @@ def install() -> None:
         if version_refusal(vllm.__version__, current_platform.device_type) is None:
             adapters.install()  # here, since only the processes that build models have loaded what it wraps
         if (rope_parameters or {}).get("rope_type") not in (NAME, DYNAMIC):
+            if metrics.VARIABLE in os.environ:
+                _check_told()
             return stock(head_size, max_position, is_neox_style, rope_parameters, *rest, **named)
         assert rope_parameters is not None
         law = _checked(head_size, is_neox_style)
@@ -56,6 +60,12 @@ def install() -> None:
     rotary_embedding.get_rope = get_rope
 
 
+@told()
+def _check_told() -> None:
+    check_told(get_current_vllm_config().model_config.hf_text_config)
+
+
+@told()
 def _checked(head_size: int, is_neox_style: bool) -> Law:
     """Return the law of the model that is being built; refuse a law or an engine that cannot be served."""
     from vllm.v1.attention.selector import get_attn_backend
@@ -64,6 +74,7 @@ def _checked(head_size: int, is_neox_style: bool) -> Law:
 
     engine = get_current_vllm_config()
     law = check_model(engine.model_config.hf_text_config)
+    check_told(engine.model_config.hf_text_config)
     check_engine(engine, law)
     if law.rotary.head_dim != head_size or law.rotary.interleaved == is_neox_style:
         raise ConfigError("the law was made for a model whose heads rotate otherwise", "extend this model anew")
