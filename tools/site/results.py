@@ -4,7 +4,7 @@
 
 Whatever stands between `<!-- results.py KIND MODEL -->` and `<!-- end -->` is written anew: `table` (every law by
 length), `headline` (ours beside the best of the others, all models), `intervals` (how much higher others are),
-`longppl` or `ruler`.
+`longppl`, `longppl-outside` or `ruler`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from rpe3d.drawing.axes import short
 from rpe3d.evaluate.paired import Difference, key_difference, mean_difference, paired_shares
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-MARKED = re.compile(r"(<!-- results\.py (\w+) ?(\S*) -->\n).*?(<!-- end -->)", re.S)
+MARKED = re.compile(r"(<!-- results\.py ([\w-]+) ?(\S*) -->\n).*?(<!-- end -->)", re.S)
 COLUMNS = ("ppl", "tail_ppl", "copy_nll", "passkey")
 TINY = "3d-rpe:chunk=128,window=512,reach=1024"
 DEPLOYED = "dca:attention_factor=deployed"
@@ -290,11 +290,16 @@ def _signed(column: str, away: Difference | None) -> str:
     return f"**{text}**" if behind else text
 
 
-def long_perplexities() -> list[str]:
-    """Return LongPPL of every law and model, and how many nats a key token costs more than under ours."""
+def long_perplexities(outside: bool) -> list[str]:
+    """Return LongPPL of every law and model, and how many nats a key token costs more than under ours.
+
+    outside: by key tokens that another model found; else by those that the model found itself.
+    """
     found: dict[tuple[str, int], dict[str, dict[str, tuple[float, int]]]] = {}
     with (RESULTS / "longppl-cuda.csv").open(newline="", encoding="utf-8") as file:
         for line in csv.DictReader(file):
+            if (line["finder"] != "itself") != outside:
+                continue
             laws = found.setdefault((line["model"], int(line["length"])), {})
             laws.setdefault(line["law"], {})[line["text"]] = float(line["nll"]), int(line["key_tokens"])
     lines = ["| model | law | LongPPL | nats a key token, less ours |", "|---|---|---|---|"]
@@ -347,7 +352,8 @@ def written(page: str) -> str:
 
     def made(match: re.Match[str]) -> str:
         kind, name = match.group(2), match.group(3)
-        whole = {"headline": headline, "longppl": long_perplexities, "ruler": ruler}
+        whole = {"headline": headline, "ruler": ruler}
+        whole |= {"longppl": partial(long_perplexities, False), "longppl-outside": partial(long_perplexities, True)}
         lines = whole[kind]() if kind in whole else {"table": table, "intervals": intervals}[kind](MODELS[name])
         return "\n".join([match.group(1).rstrip(), "", *lines, "", match.group(4)])
 

@@ -138,12 +138,12 @@ class Calls:
             raise ValueError("there are no calls of consecutive tokens")
         works = [(batch, span, task) for span, task in self.tasks for batch in self.batches(span, task)]
         if len(works) == 1 and works[0][1].query == slice(None) and (q.shape[0] == 1 or not works[0][2].repeats):
-            return backward(works[0][2], q, k, v, out, lse, do, None)  # all tokens of all sequences
+            return backward(works[0][2], q, k, v, out, lse, do, far=None)  # all tokens of all sequences
         dq, dk, dv = (torch.zeros_like(y) for y in (q, k, v))
         for batch, span, task in works:
             here, there = (batch, slice(None), span.query), (batch, slice(None), span.key)
-            given = (q[here], k[there], v[there], out[here], lse[here], do[here])
-            found = backward(task, *(_as_heads(y, task) for y in given), None)
+            every = (q[here], k[there], v[there], out[here], lse[here], do[here])
+            found = backward(task, *(_as_heads(y, task) for y in every), far=None)
             dq[here], dk[there], dv[there] = (
                 y.view_as(like) for y, like in zip(found, (dq[here], dk[there], dv[there]), strict=True)
             )

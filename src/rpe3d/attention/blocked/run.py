@@ -41,7 +41,7 @@ class Blocked(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None]:
         q, k, v, out, lse, sinks, *far = ctx.saved_tensors
-        dq, dk, dv = backward(ctx.task, q, k, v, out, lse, do, None if far[0] is None else Part(*far))
+        dq, dk, dv = backward(ctx.task, q, k, v, out, lse, do, far=None if far[0] is None else Part(*far))
         dsinks = None
         if sinks is not None:
             weight = torch.exp(sinks[:, None] - lse) * (do * out).sum(-1)
@@ -148,7 +148,7 @@ def _run(task: Task, call: Call, start: int, q: Tensor, k: Tensor, v: Tensor) ->
 
 
 def backward(
-    task: Task, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, do: Tensor, far: Part | None
+    task: Task, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, do: Tensor, *, far: Part | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return every block's backward with the whole row's output and log-sum-exp; sums in at least float32.
 
