@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -52,11 +54,32 @@ def test_a_dual_chunk_config_is_the_law_it_names():
 
 
 def test_its_temperature_is_the_deployed_one():
-    """s(n) = 0.1 ln(n / original) + 1 (vLLM); 1 where the config names no original length."""
+    """s(n) = 0.1 ln(n / original) + 1 (vLLM), for q and k of a step at n tokens; 1 without an original length."""
     law = rpe3d.law_of(rpe3d.extend(qwen_1m(), "dca", context=256))
-    assert law.attention_factor == pytest.approx(0.1 * torch.log(torch.tensor(4.0)).item() + 1)
+    lengths = torch.tensor([1, 64, 65, 128, 256])
+    expected = [1.0, 1.0, *(0.1 * math.log(n / 64) + 1 for n in (65, 128, 256))]
+    assert law.temperature(lengths - 1).sqrt().tolist() == pytest.approx(expected, rel=1e-14)
     plain = rpe3d.law_of(rpe3d.extend(qwen_1m(original_max_position_embeddings=0), "dca", context=256))
-    assert plain.attention_factor == 1.0
+    assert plain.temperature is None
+    assert law.attention_factor == plain.attention_factor == 1
+
+
+def test_a_text_has_the_same_temperature_at_once_and_step_by_step(ids):
+    """And one within a chunk is the stock model's: nothing in it depends on how long it will be."""
+    model, stock = qwen_1m(), qwen_1m()
+    rpe3d.extend(model, "dca", context=256)
+    text = torch.randint(3, model.config.vocab_size, (2, 150), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        whole = model(text).logits
+        cache, rows = None, []
+        for piece in (*text[:, :140].split(70, 1), *text[:, 140:].split(1, 1)):
+            found = model(piece, past_key_values=cache, use_cache=True)
+            cache = found.past_key_values
+            rows.append(found.logits)
+        torch.testing.assert_close(torch.cat(rows, 1), whole, rtol=0, atol=1e-4)
+        torch.testing.assert_close(model(text[:, :48]).logits, stock(text[:, :48]).logits, rtol=0, atol=1e-5)
+        rpe3d.extend(model, "dca", context=256, growth=0)
+        assert (model(text).logits[:, 64:] - whole[:, 64:]).abs().max() > 1e-3
 
 
 def test_what_is_given_beats_the_config():

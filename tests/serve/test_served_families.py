@@ -79,7 +79,7 @@ def test_dual_chunk_attention_is_served_by_plain_vllm(qwen_1m):
     stock = rpe3d.extend(model("qwen2", config=QWEN_1M), "dca", context=256)
     law = rpe3d.law_of(stock)
     assert (law.chunk, law.window, law.pretrained) == (48, 64, 64)
-    assert law.attention_factor > 1
+    assert (law.attention_factor, law.growth) == (1, 0.1)
     llm = engine(qwen_1m)
     assert llm.llm_engine.model_config.max_model_len == 256
     assert_served(stock, llm, (1, 30, 47, 48, 49, 64, 65, 97, 150, 240))
@@ -94,14 +94,6 @@ def test_serve_reads_the_law_that_a_config_names(qwen_1m):
     assert other.notes == ("its config names dual chunk attention, which `--law dca` serves",)
     with pytest.raises(ConfigError, match="carries no law"):
         prepare(str(qwen_1m), "yarn", None, {})
-
-
-def test_serve_says_that_the_temperature_is_one_number(qwen_1m):
-    """vLLM's was of each text: max(1, 0.1 ln(n / 64) + 1), so 1 for the short ones."""
-    (note,) = prepare(str(qwen_1m), None, None, {}).notes
-    assert "here every text has that of 256 tokens (attention_factor 1.139)" in note
-    assert prepare(str(qwen_1m), "dca", None, {"attention_factor": 1}).notes == ()
-    assert prepare(str(qwen_1m), "dca", 64, {}).notes == ()
 
 
 def test_another_law_replaces_dual_chunk_attention(qwen_1m):

@@ -12,6 +12,7 @@ kernel on a GPU, plain PyTorch elsewhere.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 from rpe3d.attention import operator, reference
 from rpe3d.attention.choose import IMPLS, Decision, choose, explain
 from rpe3d.attention.chosen.memory import Memory, remembers
-from rpe3d.attention.problem import Positions, Prepared, Problem, check
+from rpe3d.attention.problem import Positions, Prepared, Problem, check, sharpened
 from rpe3d.geometry import Law
 
 __all__ = ["IMPLS", "Memory", "Problem", "Shared", "attention", "explain", "reference"]
@@ -65,7 +66,8 @@ def attention(
     }
     if torch.compiler.is_compiling() and not (torch.is_grad_enabled() and _any_requires_grad(q, k, v, sinks)):
         return operator.call(q, k, v, sinks, law, impl, backend, **given)
-    out, lse = run(check(q, k, v, law, sinks=sinks, **given), impl, backend, memory)
+    problem = check(q, k, v, law, sinks=sinks, **given)
+    out, lse = run(replace(problem, q=sharpened(q, law, query_positions, k.shape[2])), impl, backend, memory)
     return out, lse
 
 
@@ -118,6 +120,7 @@ class Shared:
         **given: Any,
     ) -> tuple[Tensor, Tensor]:
         """Return `attention` of these vectors; positions and masks must be those of the first call."""
+        q = self._sharpened(q, k, law, given)
         return solve(self._prepared(q, k, v, law, sinks, scale, softcap, given), q, k, v, sinks, memory)
 
     def output(
@@ -137,12 +140,16 @@ class Shared:
 
         A decoding step then allocates nothing else.
         """
+        q = self._sharpened(q, k, law, given)
         prepared = self._prepared(q, k, v, law, sinks, scale, softcap, given)
         output = getattr(prepared, "output", None)
         if output is None:
             return solve(prepared, q, k, v, sinks, memory)[0]
         found: Tensor = output(q, k, v, sinks, memory) if remembers(prepared) else output(q, k, v, sinks)
         return found
+
+    def _sharpened(self, q: Tensor, k: Tensor, law: Law, given: dict[str, Any]) -> Tensor:
+        return sharpened(q, law, (self.given | given).get("query_positions"), k.shape[2])
 
     def _prepared(
         self,

@@ -6,6 +6,7 @@ Forward only. Where gradients are asked for, the graph breaks and the eager impl
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rpe3d.attention.choose import choose
-from rpe3d.attention.problem import Placed, Positions, check
+from rpe3d.attention.problem import Placed, Positions, check, sharpened
 from rpe3d.geometry import Law, make_law
 
 
@@ -76,7 +77,8 @@ def attention(
         sinks=sinks,
         rotated=rotated,
     )
-    out, lse = choose(problem, impl, backend).prepared(q, k, v, sinks)
+    q = sharpened(q, problem.law, query_positions, k.shape[2])
+    out, lse = choose(replace(problem, q=q), impl, backend).prepared(q, k, v, sinks)
     return out.contiguous(), lse.contiguous()
 
 

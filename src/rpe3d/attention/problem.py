@@ -225,6 +225,19 @@ def check(
     )
 
 
+def sharpened(q: Float[Tensor, "b h t d"], law: Law, positions: Positions, keys: int) -> Float[Tensor, "b h t d"]:
+    """Return queries times the temperature of the law where they stand: the last of so many keys, if nobody says."""
+    if law.temperature is None:
+        return q
+    if isinstance(positions, Placed):
+        positions = positions.positions
+    if not isinstance(positions, Tensor):
+        places = range(keys - q.shape[2], keys) if positions is None else positions
+        positions = torch.arange(places.start, places.stop, device=q.device)
+    factor = law.temperature(positions).to(q.device, torch.promote_types(q.dtype, torch.float32))[..., None]
+    return (q * (factor if factor.ndim == 2 else factor[:, None])).to(q.dtype)
+
+
 def placed(positions: Int[Tensor, "b n"], mask: Bool[Tensor, "b n"] | None) -> Placed:
     """Positions with their runs and starts, which are read from the device."""
     if positions.is_cuda and torch.cuda.is_current_stream_capturing():

@@ -41,7 +41,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     need("models", "transformers")
     most, seed = whole("--max-new", arguments.max_new), whole("--seed", arguments.seed, least=0)
-    warmth, piece = real("--temperature", arguments.temperature, most=100.0), whole("--piece", arguments.piece)
+    growth, piece = real("--temperature", arguments.temperature, most=100.0), whole("--piece", arguments.piece)
     asked = bool(arguments.law or law_parameters(arguments) or arguments.context)
     given = law_given(arguments.law or "3d-rpe", arguments)
     if arguments.context is not None:
@@ -65,8 +65,8 @@ def run(arguments: Namespace) -> int:
         left = _question_tokens(loaded.tokenizer, document, question, raw=arguments.raw)
     torch.manual_seed(seed)
     sampling: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    if warmth:
-        sampling = {"do_sample": True, "temperature": warmth}
+    if growth:
+        sampling = {"do_sample": True, "temperature": growth}
     from transformers import TextStreamer
 
     detail(f"{ids.shape[1]} tokens in the prompt")

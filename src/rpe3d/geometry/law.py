@@ -18,7 +18,7 @@ from torch import Tensor
 from rpe3d.config import ConfigError, Rotary, freeze, whole
 from rpe3d.drawing.palette import OWN, Style
 from rpe3d.geometry.frequencies import model_attention_scaling, model_frequencies
-from rpe3d.geometry.region import STOCK, Region, Turn
+from rpe3d.geometry.region import STOCK, Region, Temperature, Turn
 
 
 def parameter(default: Any, text: str, *, later: bool = False) -> Any:
@@ -178,6 +178,11 @@ class Law(ABC):
     def attention_scaling(self) -> float:
         """What cos and sin are multiplied by (YaRN's temperature)."""
         return model_attention_scaling(self.rotary)
+
+    @property
+    def temperature(self) -> Temperature | None:
+        """What multiplies the scores of a query by where it stands, if anything does."""
+        return None
 
     @property
     def rate(self) -> float:

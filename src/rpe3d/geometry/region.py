@@ -159,6 +159,18 @@ class Fade:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Temperature:
+    """All scores of a query at p >= span are multiplied by (1 + rate · log((p + 1) / span))², up to there by 1."""
+
+    rate: float
+    span: float
+
+    def __call__(self, p: Int[Tensor, "*p"]) -> Float64[Tensor, "*p"]:
+        """Return what the scores of queries at these positions are multiplied by."""
+        return (1 + self.rate * ((p + 1).to(torch.float64).clamp(min=self.span) / self.span).log()) ** 2
+
+
+@dataclass(frozen=True, kw_only=True)
 class Choice:
     """Keys of which a query sees the `most` blocks that are most like what it and the tokens before it are about.
 

@@ -63,7 +63,7 @@ def _dual_chunk(dual: Mapping[str, Any], length: int) -> OwnContext:
     original = int(dual.get("original_max_position_embeddings") or 0)
     parameters: dict[str, Any] = {"chunk": chunk, "window": size}
     if original:  # without it vLLM has no temperature
-        parameters["attention_factor"] = "deployed"
+        parameters["growth"] = 0.1
     return OwnContext(
         kind="dual chunk attention", original=original or size, length=length, law="dca", parameters=parameters
     )

@@ -10,12 +10,8 @@ graphs.
 With a chosen far field, pages also hold summaries of their blocks (`kept`), which every forward brings up to date
 before it attends.
 
-What has run where: on an H200 with vLLM 0.32, six of eight engines gave transformers' answers, four of them with whole
-steps in full CUDA graphs, and the HTTP server's test passed. The engine with a chosen far field was off by 0.046 on one
-prompt of nine, where a query had chosen another block; the test's limit has changed since. An engine in its own process
-failed because the test had run a model before, and CUDA with it (`fork`). Both have not run to their end since. Steps
-over pages for a chosen far field have run there outside of vLLM: right, in CUDA graphs, timed (docs/costs.md). `make
-test-serve-gpu` tests all of it.
+`make test-serve-gpu` tests all of it but a law's temperature, which has not run on a GPU; what has, and how it was held
+to transformers, is in docs/guides/serve.md.
 """
 
 from __future__ import annotations
@@ -36,6 +32,7 @@ from rpe3d.attention.chosen import law_refusal
 from rpe3d.attention.chosen import paged as chosen
 from rpe3d.attention.decode import paged
 from rpe3d.attention.lowering import plan
+from rpe3d.attention.problem import sharpened
 from rpe3d.geometry import Law
 from rpe3d.serve import kept
 from rpe3d.serve.backend import Batch, LawBackend, LawBuilder, LawImpl, Step, index, served_law
@@ -206,13 +203,18 @@ class Impl(LawImpl, FlashAttentionImpl):  # type: ignore[misc]
         if isinstance(step.attend, chosen.Steps):
             given["kept"] = self.kept(step.attend, kv_cache)
         if isinstance(step.tokens, slice):
-            q, out = query[step.tokens, :, None], output[step.tokens, :, None]
+            q, out = self.sharpened(query[step.tokens, :, None], step), output[step.tokens, :, None]
             step.attend(q, *self.caches(kv_cache), out, **given)
             return
-        q = query[step.tokens][:, :, None]
+        q = self.sharpened(query[step.tokens][:, :, None], step)
         out = torch.empty_like(q)
         step.attend(q, *self.caches(kv_cache), out, **given)
         output[step.tokens] = out[:, :, 0]
+
+    def sharpened(self, q: Tensor, step: Step) -> Tensor:
+        """Return the queries of a step times the law's temperature, each the last of its sequence."""
+        assert self.law is not None
+        return sharpened(q, self.law, step.lengths[:, None] - 1, 0)
 
 
 class Backend(LawBackend, FlashAttentionBackend):  # type: ignore[misc]

@@ -85,7 +85,7 @@ def prepare(name: str, law: str | None, context: int | None, parameters: dict[st
     with explained(name, hub=not path.exists()):
         config = AutoConfig.from_pretrained(source)
     notes += condense(config)
-    own, as_named = config_law(config), False
+    own = config_law(config)
     if own is not None and (law or context or parameters):
         raise ConfigError(
             f"{name} carries a law already ({own.name}, {own.context} tokens)",
@@ -100,18 +100,12 @@ def prepare(name: str, law: str | None, context: int | None, parameters: dict[st
                 notes.append(f"its config names {named.kind}, which `--law {named.law}` serves")
         if context is None:
             raise ConfigError(f"{name} carries no law", "say how long texts may be: --context 64k")
-        as_named = named is not None and law is not None and law == named.law
         overrides = law_entry(config, law or DEFAULT, context, parameters)
         for key, value in overrides.items():
             setattr(config, key, value)
     else:
         overrides = {}
     made = check_model(config)
-    if as_named and (factor := getattr(made, "attention_factor", 1.0)) != 1:
-        notes.append(
-            f"it was deployed with a temperature that grows with the text; here every text has that of {made.context} "
-            f"tokens (attention_factor {factor:.4g}), which `--law {made.name}:attention_factor=1` takes out"
-        )
     return Served(source=source, law=made, overrides=overrides, notes=tuple(notes))
 
 

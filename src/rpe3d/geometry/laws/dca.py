@@ -4,9 +4,10 @@ For offset m in chunk i, keys stand at n; queries stand at m for their own chunk
 chunk, and at w for all farther ones. The default chunk is ChunkLlama's first (docs/footguns.md).
 
 What is deployed is sharper: Qwen2.5-1M's config and vLLM's backend for it multiply q and k of a text of n tokens by
-s(n) = max(1, 0.1 ln(n / L_p) + 1), so every score by s². `attention_factor` is that s. It departs in being one number
-for a text of any length, and so it changes short prompts too: it is 1 unless it is given, and `deployed` is
-s(context).
+s(n) = max(1, 0.1 ln(n / L_p) + 1), so every score by s². `growth=0.1` is that, with n the tokens up to the query's own:
+what a step has there, where n grows with the text, and the last token of a prompt. Other tokens of a prompt have a
+smaller one than there, and do not depend on what comes after them. `attention_factor` is one s for a text of any
+length, and so it changes short prompts too; `deployed` is s(context).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, ClassVar
 from rpe3d.config import ConfigError, real, whole
 from rpe3d.drawing.palette import BROWN, Style
 from rpe3d.geometry.law import Law, parameter
-from rpe3d.geometry.region import Phase, Region, Turn
+from rpe3d.geometry.region import Phase, Region, Temperature, Turn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,10 @@ class Dca(Law):
         later=True,
     )
 
+    growth: float = parameter(
+        0.0, "sharper queries beyond pretrained, by (1 + growth ln(n / pretrained))^2; Qwen2.5-1M has 0.1", later=True
+    )
+
     def check(self) -> dict[str, Any]:
         chunk, window = check_dual_chunk(self, self.chunk, self.window)
         given: object = self.attention_factor
@@ -44,11 +49,16 @@ class Dca(Law):
         if isinstance(given, str) and given != "deployed":
             raise ConfigError(f"attention_factor is {given!r}", "give a number above 0, or deployed")
         factor = real("attention_factor", deployed if given == "deployed" else given, above=True, most=1e9)
-        return {"chunk": chunk, "window": window, "attention_factor": factor}
+        growth = real("growth", self.growth, least=0, most=1e3)
+        return {"chunk": chunk, "window": window, "attention_factor": factor, "growth": growth}
 
     @property
     def attention_scaling(self) -> float:
         return super().attention_scaling * self.attention_factor
+
+    @property
+    def temperature(self) -> Temperature | None:
+        return Temperature(rate=self.growth, span=float(self.pretrained)) if self.growth else None
 
     @property
     def regions(self) -> tuple[Region, ...]:
