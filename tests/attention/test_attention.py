@@ -525,3 +525,34 @@ def test_vectors_that_are_scattered_in_memory_are_read_right():
     q, k, v = (torch.randn(1, 2, 16, TOKENS).mT for _ in range(3))
     ours, truth = (attention(q, k, v, law, rotated=True, impl=impl)[0] for impl in ("blocked", "reference"))
     torch.testing.assert_close(ours, truth)
+
+
+def test_a_window_of_one_token_is_that_token():
+    """One call, of one key, which is not the first."""
+    law = law_for("streaming-llm", window=1, sinks=0)
+    q, k, v = vectors(law, b=1, t=1, s=11)
+    out, lse = attention(q, k, v, law, rotated=True, impl="blocked")
+    expected, expected_lse = attention(q, k, v, law, rotated=True, impl="reference")
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-12)
+
+
+def test_a_second_derivative_is_refused_by_library_calls():
+    law = law_for("3d-rpe")
+    q, k, v = (x.requires_grad_() for x in vectors(law))
+    out, lse = attention(q, k, v, law, impl="blocked")
+    for loss in (out.sum(), lse.sum()):
+        with pytest.raises(ConfigError, match="no second derivative"):
+            torch.autograd.grad(loss, q, create_graph=True)
+
+
+def test_what_a_batch_keeps_for_the_backward_is_no_copy_of_its_vectors():
+    """Sequences go together as heads, which takes a copy of q, k and v for the moment alone."""
+    law = law_for("3d-rpe")
+    q, k, v = (x.requires_grad_() for x in vectors(law, b=5))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        attention(q, k, v, law, impl="blocked", rotated=True)
+    own = {x.untyped_storage().data_ptr() for x in (q, k, v)}
+    assert sum(x.untyped_storage().data_ptr() in own for x in kept) >= 3
+    assert sum(x.numel() for x in kept if x.untyped_storage().data_ptr() not in own) <= 2.5 * q.numel()

@@ -225,6 +225,14 @@ def check(
     )
 
 
+def refuse_second_derivative(what: str) -> None:
+    """Say so in a backward that is itself to be differentiated: what it leaves unsaid would be a derivative of zero."""
+    if torch.is_grad_enabled():
+        raise ConfigError(
+            f"{what} have no second derivative (create_graph=True)", 'use impl="reference" where one is needed'
+        )
+
+
 def sharpened(q: Float[Tensor, "b h t d"], law: Law, positions: Positions, keys: int) -> Float[Tensor, "b h t d"]:
     """Return queries times the temperature of the law where they stand: the last of so many keys, if nobody says."""
     if law.temperature is None:

@@ -20,7 +20,7 @@ from rpe3d.attention import reference
 from rpe3d.attention.blocked.backends import backend_for, without_plans
 from rpe3d.attention.blocked.run import Blocked, backward
 from rpe3d.attention.blocked.task import LEAST_BACKWARD, Task
-from rpe3d.attention.problem import Prepared, Problem, rotated
+from rpe3d.attention.problem import Prepared, Problem, refuse_second_derivative, rotated
 from rpe3d.attention.spans import Span, spans
 from rpe3d.geometry import Region
 from rpe3d.rotation.table import Tables
@@ -105,10 +105,10 @@ class Calls:
 
     def batches(self, span: Span, task: Task) -> list[slice]:
         """Return which sequences go together: where calls repeat over chunks, as many as have room as further heads."""
-        if not task.repeats:
-            return [span.batch]
         b, h, _, d = self.problem.q.shape
         first, stop, _ = span.batch.indices(b)
+        if stop - first == 1 or not task.repeats:
+            return [span.batch]
         most = max(1, PART // (h * d * len(span.keys)))
         return [slice(n, min(n + most, stop)) for n in range(first, stop, most)]
 
@@ -137,20 +137,19 @@ class Calls:
         if not self.tasks or any(span.places is not None for span, _ in self.tasks):
             raise ValueError("there are no calls of consecutive tokens")
         works = [(batch, span, task) for span, task in self.tasks for batch in self.batches(span, task)]
-        if len(works) == 1 and works[0][1].query == slice(None) and (q.shape[0] == 1 or not works[0][2].repeats):
-            return backward(works[0][2], q, k, v, out, lse, do, far=None)  # all tokens of all sequences
+        if len(works) == 1 and works[0][1].query == slice(None):  # all tokens of all sequences
+            return backward(works[0][2], q, k, v, out, lse, do, far=None)
         dq, dk, dv = (torch.zeros_like(y) for y in (q, k, v))
         for batch, span, task in works:
             here, there = (batch, slice(None), span.query), (batch, slice(None), span.key)
-            every = (q[here], k[there], v[there], out[here], lse[here], do[here])
-            found = backward(task, *(_as_heads(y, task) for y in every), far=None)
-            dq[here], dk[there], dv[there] = (
-                y.view_as(like) for y, like in zip(found, (dq[here], dk[there], dv[there]), strict=True)
-            )
+            found = backward(task, q[here], k[there], v[there], out[here], lse[here], do[here], far=None)
+            dq[here], dk[there], dv[there] = found
         return dq, dk, dv
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         x = self.problem
+        if q.shape != x.q.shape:
+            raise ValueError(f"calls for queries {tuple(x.q.shape)} are given {tuple(q.shape)}")
         if not self.tasks:
             return tiled(replace(x, q=q, k=k, v=v, sinks=sinks))
         if not x.rotated:
@@ -165,22 +164,14 @@ class Calls:
                 return out, lse
             for batch in self.batches(span, task):
                 here = q[batch, :, span.query], k[batch, :, span.key], v[batch, :, span.key]
-                n, rows = len(here[0]), here[0].shape[:3]
-                every = sinks.repeat(n) if sinks is not None and task.repeats else sinks
-                given = (_as_heads(y, task) for y in here)
-                out, lse = Blocked.apply(*given, every, task)  # type: ignore[no-untyped-call]
-                done.append((batch, span, out.view(*rows, -1), lse.view(rows)))
+                out, lse = Blocked.apply(*here, sinks, task)  # type: ignore[no-untyped-call]
+                done.append((batch, span, out, lse))
         return _gathered(q, v, sinks, done)
 
 
 def _in_a_row(x: Float[Tensor, "b h t d"]) -> Float[Tensor, "1 h b*t d"]:
     """Return all sequences as one: a view where a token's heads lie together."""
     return x.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None]
-
-
-def _as_heads(x: Tensor, task: Task) -> Tensor:
-    """Return sequences as further heads of one, where calls repeat over chunks, which takes the place of a batch."""
-    return x.reshape(1, -1, *x.shape[2:]) if task.repeats and len(x) > 1 else x
 
 
 def _rows(q: Tensor, keys: int) -> int:
@@ -248,6 +239,7 @@ class WithGradient(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         if gradient is None:
             return (None,) * 5
+        refuse_second_derivative("library calls")
         given = [y if y is None else y.detach().requires_grad_() for y in ctx.saved_tensors]
         with torch.enable_grad():
             q, k, sinks = given

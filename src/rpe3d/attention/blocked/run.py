@@ -16,9 +16,10 @@ from rpe3d.attention.blocked.layout import by_token, flipped, room
 from rpe3d.attention.blocked.schedule import Block, Call
 from rpe3d.attention.blocked.task import PLAIN, Kind, Task, query_kind
 from rpe3d.attention.merge import MOST, Part, add_up, fuses, merge, merge_checked
+from rpe3d.attention.problem import refuse_second_derivative
 
 WAITING = 2**29
-"""Bytes of gradients that may wait to be added up."""
+"""Bytes of gradients that may wait to be added up: of keys, of far keys, and of values as many each."""
 
 
 class Blocked(torch.autograd.Function):
@@ -29,10 +30,12 @@ class Blocked(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, task: Task
     ) -> tuple[Float[Tensor, "b h t e"], Float[Tensor, "b h t"]]:
         focused = task.fade is not None and task.fade.focus > 0
-        far = _empty(q, v) if focused and any(ctx.needs_input_grad) else None
-        out, lse = _forward(task, q, k, v, far)
+        queries, keys, values = (as_heads(x, task) for x in (q, k, v))
+        far = _empty(queries) if focused and any(ctx.needs_input_grad) else None
+        out, lse = _forward(task, queries, keys, values, far)
         if sinks is not None:
-            merge([(out, lse)], out, lse, sinks=sinks)
+            merge([(out, lse)], out, lse, sinks=sinks.repeat(out.shape[1] // len(sinks)))
+        out, lse = (_apart(x, q) for x in (out, lse))
         ctx.task = task
         ctx.save_for_backward(q, k, v, out, lse, sinks, *((None, None) if far is None else far[:2]))
         ctx.mark_non_differentiable(lse)
@@ -40,6 +43,7 @@ class Blocked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None]:
+        refuse_second_derivative("library calls")
         q, k, v, out, lse, sinks, *far = ctx.saved_tensors
         dq, dk, dv = backward(ctx.task, q, k, v, out, lse, do, far=None if far[0] is None else Part(*far))
         dsinks = None
@@ -49,9 +53,21 @@ class Blocked(torch.autograd.Function):
         return dq, dk, dv, dsinks, None
 
 
-def _empty(q: Tensor, v: Tensor) -> Part:
+def as_heads(x: Tensor, task: Task) -> Tensor:
+    """Return sequences as further heads of one, where calls repeat over chunks, which takes the place of a batch."""
+    if len(x) == 1 or not task.repeats:
+        return x
+    return x.reshape(1, -1, x.shape[2]) if x.ndim == 3 else x.permute(2, 0, 1, 3).flatten(1, 2).transpose(0, 1)[None]
+
+
+def _apart(x: Tensor, like: Tensor) -> Tensor:
+    """Return what belongs to each of the sequences that `as_heads` has put together."""
+    return x if len(x) == len(like) else x[0].unflatten(0, (len(like), -1))
+
+
+def _empty(q: Tensor) -> Part:
     """Room for a result, in the layout of q: an output projection then finds a token's heads together."""
-    out = torch.empty_like(q) if v.shape[3] == q.shape[3] else q.new_empty(*q.shape[:3], v.shape[3])
+    out = torch.empty_like(q)
     return Part(out, torch.empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device))
 
 
@@ -60,9 +76,10 @@ def _forward(task: Task, q: Tensor, k: Tensor, v: Tensor, far: Part | None) -> t
     if len(task.blocks) == 1 and len(task.blocks[0].calls) == 1:  # a prompt on which nothing is far
         (call,) = task.blocks[0].calls
         region = task.regions[call.region]
-        if region.query.is_stock and region.key.is_stock and region.fade is None and not call.pieces:
+        whole = not call.pieces and (call.key, call.columns) == (0, k.shape[2])
+        if whole and region.query.is_stock and region.key.is_stock and region.fade is None:
             return task.backend.forward(q, k, v, call.shape == "causal", task.scale)
-    result = _empty(q, v)
+    result = _empty(q)
     fused = q.is_cuda and q.dtype != torch.float64
     shift, fades = task.shift, task.fade is not None
     begun: set[int] = set()
@@ -156,6 +173,8 @@ def backward(
     own log-sum-exp and output, their weights are exp(τ s - e ℓ - loss - lse), and since ℓ depends on the scores, too,
     (1 - e) out + e o stands in the place of out.
     """
+    alone = q, k, v
+    q, k, v, out, lse, do = (as_heads(x, task) for x in (q, k, v, out, lse, do))
     dq, dk, dv = room(q), room(k), room(v)
     if q.shape[0] == 1 and sum(len(block.calls) for block in task.backward_blocks) > 1:
         q, out, do = by_token(q), by_token(out), by_token(do)  # once, and no call copies its own rows of them
@@ -196,6 +215,7 @@ def backward(
         _add_up(task, parts, block.rows, dq[:, :, here])
     _add_up(task, {kind: total.rest() for kind, total in keys.items()}, task.keys, dk)
     add_up(values.rest(), dv)
+    dq, dk, dv = (_apart(x, like) for x, like in zip((dq, dk, dv), alone, strict=True))
     return dq, dk, dv
 
 

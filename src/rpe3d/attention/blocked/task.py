@@ -65,8 +65,11 @@ class Task:
 
     @cached_property
     def repeats(self) -> bool:
-        """Whether some call repeats over chunks, in the place of a batch; the backward's blocks may, if no other do."""
-        return any(call.times > 1 for block in (*self.blocks, *self.backward_blocks) for call in block.calls)
+        """Whether some call repeats over chunks, in the place of a batch; the backward's may where no other do.
+
+        Chunks as long as a block of the forward are such a case.
+        """
+        return _repeats(self.blocks) or _repeats(self.backward_blocks)
 
     @cached_property
     def backward_blocks(self) -> tuple[Block, ...]:
@@ -155,6 +158,10 @@ class Task:
     def table(self, kind: Kind, tokens: range, dtype: torch.dtype) -> Table:
         """Return cos and sin for vectors of these tokens, sharpened where they are."""
         return self.tables(*kind, self.at(tokens), self.frequencies, torch.promote_types(dtype, torch.float32))
+
+
+def _repeats(blocks: tuple[Block, ...]) -> bool:
+    return any(call.times > 1 for block in blocks for call in block.calls)
 
 
 def query_kind(region: Region) -> Kind:

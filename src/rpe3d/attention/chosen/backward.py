@@ -24,8 +24,8 @@ from rpe3d.attention.chosen.select import Selection, Unions
 from rpe3d.attention.chosen.vectors import _in_bfloat16
 from rpe3d.attention.decode.loop import _cdiv, _power
 from rpe3d.attention.prefill.kernel import _dot
+from rpe3d.attention.problem import refuse_second_derivative
 from rpe3d.attention.spans import Span
-from rpe3d.config import ConfigError
 from rpe3d.rotation import rotate
 from rpe3d.rotation.launch import Launcher
 
@@ -212,11 +212,7 @@ class Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # what is left unsaid here would be a second derivative of zero
-            raise ConfigError(
-                "the kernels of a chosen far field have no second derivative (create_graph=True)",
-                'use impl="reference" where one is needed',
-            )
+        refuse_second_derivative("the kernels of a chosen far field")
         q, k, v, sinks, out, lse = ctx.saved_tensors
         made: Kernels = ctx.made
         if do is None:

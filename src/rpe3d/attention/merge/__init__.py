@@ -104,6 +104,7 @@ def add_up(
     To it comes the sum of those that are `turned`, turned back by a table of cos and sin. Written into the tensor
     given, in one pass over memory on CUDA; any number of parts, whose `lse` is not looked at; sums in at least float32.
     """
+    assert table is not None or not turned, "what is turned is turned back by a table"
     precise = torch.promote_types(out.dtype, torch.float32)
     if not fuses(out):
         total = torch.zeros(out.shape, dtype=precise, device=out.device)
