@@ -78,6 +78,16 @@ def test_library_calls_are_as_good_as_eager_forward_and_backward(name, library):
         assert_gradients_as_good(x, solve, plain=partial(by_pytorch, KERNELS[library]))
 
 
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("name", ["3d-rpe", "dca"])
+def test_a_batch_goes_as_heads_forward_and_backward(name, library):
+    """Calls that repeat over chunks have no batch; sequences are further heads there."""
+    x = prompt(name, torch.bfloat16, t=300, b=3)
+    solve = blocked(x, library)
+    assert_as_good(x, *solve(x.q, x.k, x.v))
+    assert_gradients_as_good(x, solve, plain=partial(by_pytorch, KERNELS[library]))
+
+
 @pytest.mark.parametrize("name", LAWS)
 def test_prompts_by_whatever_is_chosen(name):
     """Short ones by one library call, longer ones by the kernel or by many calls; after a cache; in a padded batch."""
