@@ -556,3 +556,16 @@ def test_what_a_batch_keeps_for_the_backward_is_no_copy_of_its_vectors():
     own = {x.untyped_storage().data_ptr() for x in (q, k, v)}
     assert sum(x.untyped_storage().data_ptr() in own for x in kept) >= 3
     assert sum(x.numel() for x in kept if x.untyped_storage().data_ptr() not in own) <= 2.5 * q.numel()
+
+
+@pytest.mark.parametrize("name", [name for name in laws() if law_for(name).grows])
+@pytest.mark.parametrize("queries", [range(300), range(20, 63)])
+def test_frequencies_that_grow_are_those_of_the_whole_text_in_every_tile(name, queries):
+    """Values of another width go a tile of queries at a time; some keys may come after the last query."""
+    law = law_for(name)
+    q, k, v = vectors(law, t=len(queries), s=300, e=8)
+    places = {"query_positions": queries, "key_positions": range(300)}
+    out, lse = attention(q, k, v, law, impl="blocked", **places)
+    expected, expected_lse = attention(q, k, v, law, impl="reference", **places)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-12)
