@@ -8,7 +8,8 @@ Each engine is a process of its own with the same options and the same share of 
 (A B A B ...). Numbers are medians. Decoding is timed as the difference between answers of `1 + new` tokens and of one,
 to prompts that the prefix cache holds, or with `--filled` over random keys; every sequence has a prompt of its own.
 Before anything is timed a law is checked: short prompts are answered as by the plain engine, and an answer beyond the
-law's edge is transformers'. Where they are not, every row says so, and the run fails.
+law's edge is transformers'. Where they are not, every row says so, and the run fails. Give `--text` where queries
+choose far keys: in random tokens neighbours choose nothing in common, which is their worst case.
 `--parts` and `--budget` cut a run into pieces that fit a limit. Writes serve-<device>.csv, after each row; `--name`
 keeps pieces apart.
 `--parts splits` prints times of the kernel over pages alone, by how many programs may read one sequence among others.
@@ -35,11 +36,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import serve_peers
+from limit import command
 
 PARTS = ("cache", "first", "decode", "short")
 TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.15}
 """Of a log-probability, by the engine's type: rounding alone stays below, a lost law does not."""
 CHECKED, ANSWER = 24, 12  # tokens of a short prompt, and of an answer that is checked
+BEGINNING = 16  # random tokens before a text: a page at least, so that no prefix cache knows it
 
 
 class Peer(Protocol):
@@ -67,6 +70,13 @@ class Clock:
 def fresh(generator: random.Random, count: int, length: int, vocabulary: int) -> list[list[int]]:
     """Return prompts that no cache has seen."""
     return [generator.choices(range(3, vocabulary), k=length) for _ in range(count)]
+
+
+def unseen(generator: random.Random, length: int, vocabulary: int, words: Sequence[int]) -> list[int]:
+    """Return a prompt that no cache has seen: tokens of a text behind random ones, or all random where it is short."""
+    (begin,) = fresh(generator, 1, min(BEGINNING, length), vocabulary)
+    rest = length - len(begin)
+    return [*begin, *(words[:rest] if len(words) >= rest else fresh(generator, 1, rest, vocabulary)[0])]
 
 
 def check(peers: dict[str, Peer], model: serve_peers.Model, words: Sequence[int] = ()) -> list[str]:
@@ -164,14 +174,19 @@ def turns(peers: dict[str, Peer], repeat: int, clock: Clock, one: Callable[[Peer
 
 
 def measure(
-    peers: dict[str, Peer], given: argparse.Namespace, model: serve_peers.Model, clock: Clock, table: Table
+    peers: dict[str, Peer],
+    given: argparse.Namespace,
+    model: serve_peers.Model,
+    clock: Clock,
+    table: Table,
+    words: Sequence[int] = (),
 ) -> None:
-    """Measure the parts that are asked for, the shortest first, until the budget ends."""
+    """Measure the parts that are asked for, the shortest first, until the budget ends; `words` are tokens of a text."""
     generator, new = random.Random(2), int(given.new)
     most = min([given.most, *(peer.room() for peer in peers.values())])
 
     def first(length: int) -> Callable[[Peer], float]:
-        return lambda peer: 1e3 * peer.ask(fresh(generator, 1, length, model.vocabulary), 1)["seconds"]
+        return lambda peer: 1e3 * peer.ask([unseen(generator, length, model.vocabulary, words)], 1)["seconds"]
 
     def rate(prompts: list[list[int]]) -> Callable[[Peer], float]:
         def one(peer: Peer) -> float:
@@ -241,8 +256,8 @@ def arguments() -> argparse.ArgumentParser:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--model", help="a folder with a stock model, or default")
     which.add_argument("--shape", choices=serve_peers.SHAPES, help="random weights of this shape")
-    add("--laws", nargs="+", default=["3d-rpe"])
-    add("--text", type=Path, help="a text that prompts of the check are cut from; default: random tokens")
+    add("--laws", nargs="+", metavar="LAW", default=["3d-rpe"], help="as 3d-rpe:far=128; default 3d-rpe")
+    add("--text", type=Path, help="cut prompts of the check and of `first` from it; default: random tokens")
     add("--mode", choices=("offline", "http"), default="offline")
     add("--parts", nargs="+", choices=(*PARTS, "splits"), default=list(PARTS))
     add("--context", type=int, default=131072, help="what engines are made for, in tokens")
@@ -261,7 +276,7 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
-def main() -> None:
+def main() -> int:
     given = arguments().parse_args()
     if given.filled and given.mode == "http":
         raise SystemExit("--filled is for engines without a server")
@@ -271,7 +286,7 @@ def main() -> None:
         subprocess.run(line, check=True, timeout=given.budget)
         given.parts.remove("splits")
     if not given.parts:
-        return
+        return 0
     with tempfile.TemporaryDirectory(prefix="serve") as folder:
         work = Path(os.environ.get("SERVE_LOGS", folder))
         model = serve_peers.prepare(given, Path(folder))
@@ -281,9 +296,10 @@ def main() -> None:
         try:
             peers: dict[str, Peer] = {name: future.result() for name, future in made.items()}
             print(f"engines are up, {clock.until - time.monotonic():.0f} s are left", flush=True)
-            wrong = check(peers, model, serve_peers.tokens_of(model, given.text))
+            words = serve_peers.tokens_of(model, given.text)
+            wrong = check(peers, model, words)
             table = Table(given.mode, not wrong, lambda rows: write(rows, given, model))
-            measure(peers, given, model, clock, table)
+            measure(peers, given, model, clock, table, words)
         finally:
             for future in made.values():
                 if future.exception() is None:
@@ -291,7 +307,8 @@ def main() -> None:
     if wrong or not table.rows:
         raise SystemExit("answers are wrong, see above" if wrong else "nothing was measured")
     print(json.dumps({"rows": len(table.rows)}), flush=True)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    command(main)

@@ -64,14 +64,16 @@ def prepare(given: Namespace, folder: Path) -> Model:
     """Return the model with plain RoPE and under each law, all with the same context."""
     from transformers import AutoConfig
 
+    from rpe3d.geometry import parse_laws
     from rpe3d.models.devices import has_cuda
     from rpe3d.serve.launch import prepare as served
 
-    cuda = has_cuda()
+    cuda, specs = has_cuda(), [spec for text in given.laws for spec in parse_laws(text)]
     if (kept := os.environ.get("SERVE_MODELS")) is not None and given.shape is not None:
         folder = Path(kept) / given.shape  # for the next run
     source = given.model if given.shape is None else str(_shaped(given.shape, folder))
-    first = served(source, given.laws[0], given.context, {})
+    made = {spec.label: served(source, spec.name, given.context, dict(spec.parameters)) for spec in specs}
+    first = next(iter(made.values()))
     config = AutoConfig.from_pretrained(first.source)
     model = Model(
         called=given.shape or config.model_type,
@@ -83,7 +85,7 @@ def prepare(given: Namespace, folder: Path) -> Model:
     most = max(*given.batches, given.short if "short" in given.parts else 1)
     model.options = {"dtype": model.dtype, "max_model_len": given.context, "max_num_seqs": most, "seed": 0}
     if cuda:
-        model.options["gpu_memory_utilization"] = round(0.8 / (1 + len(given.laws)), 2)
+        model.options["gpu_memory_utilization"] = round(0.8 / (1 + len(made)), 2)
     else:
         model.options |= {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": 2**27}
     if model.dummy:
@@ -99,9 +101,8 @@ def prepare(given: Namespace, folder: Path) -> Model:
         except ValueError:
             model.options[name.replace("-", "_")] = value
     model.sources["rope"], model.overrides["rope"] = first.source, {"max_position_embeddings": given.context}
-    for name in given.laws:
-        made = served(source, name, given.context, {})
-        model.sources[name], model.overrides[name], model.laws[name] = made.source, made.overrides, made.law
+    for name, one in made.items():
+        model.sources[name], model.overrides[name], model.laws[name] = one.source, one.overrides, one.law
     return model
 
 

@@ -202,6 +202,7 @@ def main() -> int:
     add = parser.add_argument
     add("model", help="a checkpoint of `rpe3d extend`; or a stock model, with --context")
     add("--context", help="as of `rpe3d serve`")
+    add("--law", help="as of `rpe3d serve`")
     add("--minutes", type=float, default=10)
     add("--in-flight", type=int, default=200)
     add("--new", type=int, default=32, help="tokens of an answer")
@@ -215,7 +216,8 @@ def main() -> int:
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # started in the background: the server ends by it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     line = [sys.executable, "-m", "rpe3d", "serve", given.model, "--port", str(given.port)]
-    line += ["--context", given.context] if given.context else []
+    for option in ("context", "law"):
+        line += [f"--{option}", getattr(given, option)] if getattr(given, option) else []
     line += [part for option in given.vllm for part in ("--vllm", option)]
     process = subprocess.Popen(line, stdout=subprocess.PIPE, text=True)
     try:

@@ -19,6 +19,7 @@ from rpe3d.evaluate.effective import (
     make_nested,
     measure_distances,
     pick,
+    ways,
     weigh,
 )
 from rpe3d.geometry.laws.bounded import FADE, FOCUS
@@ -125,6 +126,7 @@ def test_all_follows_from_the_effective_context(effective, pretrained, chunk, wi
         "even": {"focus": FOCUS, "fade": FADE, "sinks": 0},
         "anchored": {"focus": 1.0, "fade": 0.5, "sinks": 1},
         "chosen": {"focus": 0.0, "fade": 0.0, "sinks": 0, "far": far, "block": 16},
+        "wide": {"focus": 0.0, "fade": 0.0, "sinks": 0, "far": max(8, reach // 16), "block": 16},
     }[way]
     assert picked == {"chunk": chunk, "window": windows[way == "anchored"], "reach": reach} | weights
     rpe3d.make_law("3d-rpe", pretrained=pretrained, context=8 * pretrained, head_dim=64, **picked)
@@ -174,7 +176,7 @@ def test_all_ways_are_weighed_on_the_same_windows_and_the_model_is_stock_again(m
     text = [Tokens(name="a", ids=torch.randint(2, 250, (4000,), generator=torch.Generator().manual_seed(0)))]
     found = weigh(model, 160, 256, text, 512, [0, 1], (), quiet)
     assert rpe3d.law_of(model) is None
-    assert list(found) == ["even", "anchored", "chosen"]
+    assert list(found) == ["even", "anchored", "chosen", "wide"]
     extended = rpe3d.extend(model, "3d-rpe", context=512, **pick(160, 256, 512, way))
     alone = measure_distances(extended, text, 512, [0, 1], (), quiet)
     restore(model)
@@ -199,6 +201,8 @@ def test_only_the_ways_that_are_asked_for_are_weighed(model):
         ({"even": 2.0, "anchored": 1.0}, "anchored"),
         ({"even": 1.0, "anchored": NAN, "chosen": NAN}, "even"),
         ({"even": NAN, "anchored": 1.0, "chosen": 0.5}, "chosen"),
+        ({"even": 2.0, "anchored": 1.5, "chosen": 1.0, "wide": 0.9}, "wide"),
+        ({"even": 2.0, "anchored": 1.5, "chosen": 1.0, "wide": 1.0}, "chosen"),
     ],
 )
 def test_the_lowest_cost_wins_and_of_two_alike_the_earlier(costs, found):
@@ -213,6 +217,21 @@ def test_for_longer_texts_a_choice_is_picked_that_costs_hardly_more(chosen, foun
     assert cheapest(weighed, longer=True) == found
     assert cheapest(weighed) == "even"
     assert cheapest({"even": weighed["even"]}, longer=True) == "even"
+    wider = weighed | {"wide": Weighed(text=0.25, again=0.7501)}
+    assert cheapest(wider, longer=True) == ("chosen" if chosen == 1.0 else "wide")  # the cheaper of two choices
+
+
+@pytest.mark.parametrize(
+    ("effective", "pretrained", "chosen", "found"),
+    [
+        (5120, 8192, True, list(WAYS)),
+        (5120, 8192, False, ["even", "anchored"]),
+        (256, 256, True, ["even", "anchored", "chosen"]),
+    ],
+)
+def test_twice_as_many_blocks_are_weighed_where_that_is_another_law(effective, pretrained, chosen, found):
+    """A reach of 128 has 8 blocks of 16 in all, the fewest in both ways."""
+    assert ways(effective, pretrained, 2 * pretrained, chosen=chosen) == found
 
 
 @pytest.mark.parametrize("first", [(), (0,)])

@@ -26,6 +26,7 @@ WAYS = {
     "even": "where all far keys fade",
     "anchored": "where the first token does not",
     "chosen": "where a query chooses its far keys",
+    "wide": "where it chooses twice as many",
 }
 
 
@@ -166,8 +167,9 @@ def _reasons(tuned: Tuned) -> list[str]:
     weights = f"focus {law['focus']:g}, fade {law['fade']:g}, sinks {law['sinks']}"
     far = []
     if "far" in law:
+        share = "as many keys as the reach" if tuned.picked == "wide" else "half of the reach"
         fewest = f"{effective.FEWEST} blocks at least"
-        far = [f"far {law['far']}: blocks of {law['block']} keys that a query sees; half of the reach, {fewest}"]
+        far = [f"far {law['far']}: blocks of {law['block']} keys that a query sees; {share}, {fewest}"]
     return [
         found,
         f"reach {law['reach']}: {least}; no pair is shown a distance beyond",

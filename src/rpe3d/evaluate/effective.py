@@ -34,9 +34,10 @@ FEWEST = 8
 
 LEVEL = 0.01
 """Nats that the two windows which are weighed are not taken to tell apart."""
-Way = Literal["even", "anchored", "chosen"]
-"""All far keys fade; all but the first token do; or a query chooses the far keys that it sees."""
+Way = Literal["even", "anchored", "chosen", "wide"]
+"""All far keys fade; all but the first token do; or a query chooses as many as half of the reach, or as all of it."""
 WAYS: tuple[Way, ...] = get_args(Way)
+CHOSEN: tuple[Way, ...] = ("chosen", "wide")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +154,8 @@ def pick(effective: int, pretrained: int, context: int, way: Way = "even") -> di
     two from 128 to 512. The defaults of `3d-rpe` are the same for a model that uses 2/3 of its pretrained length.
 
     "anchored": the first token does not fade, so the others may fade more, and more of them may be far. "chosen": no
-    far key fades, and a query sees as many as half of the reach, in blocks. `weigh` tells which is best for a model.
+    far key fades, and a query sees as many as half of the reach, in blocks; "wide": as many as all of it. `weigh` tells
+    which is best for a model.
     """
     chunk = min(512, max(128, 1 << (effective // 10).bit_length() - 1), effective // 4)
     if context <= effective:
@@ -163,12 +165,20 @@ def pick(effective: int, pretrained: int, context: int, way: Way = "even") -> di
     exact = reach * (1 / 2 if way == "anchored" else 5 / 8)
     window = max(1, min(round(exact / chunk), reach // chunk - 1)) * chunk
     block = math.gcd(BLOCK, chunk)
+    chosen = {"focus": 0.0, "fade": 0.0, "sinks": 0, "block": block}
     weights: dict[Way, dict[str, Any]] = {
         "even": {"focus": FOCUS, "fade": FADE, "sinks": 0},
         "anchored": {"focus": 1.0, "fade": 0.5, "sinks": 1},
-        "chosen": {"focus": 0.0, "fade": 0.0, "sinks": 0, "far": max(FEWEST, reach // 2 // block), "block": block},
+        "chosen": chosen | {"far": max(FEWEST, reach // 2 // block)},
+        "wide": chosen | {"far": max(FEWEST, reach // block)},
     }
     return {"chunk": chunk, "window": window, "reach": reach, **weights[way]}
+
+
+def ways(effective: int, pretrained: int, length: int, *, chosen: bool) -> list[Way]:
+    """Return the ways to weigh, with `chosen` those that choose as well; "wide" only where it is another law."""
+    wide, half = (pick(effective, pretrained, length, way) for way in ("wide", "chosen"))
+    return [way for way in WAYS if chosen or way not in CHOSEN if way != "wide" or wide != half]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,9 +220,13 @@ def weigh(
 def cheapest(weighed: Mapping[Way, Weighed], *, longer: bool = False) -> Way:
     """Return the way that costs least, the earlier of two that cost the same.
 
-    `longer` says that texts will be longer than the windows that were weighed. "chosen" is then picked where it costs
-    at most `LEVEL` more: what it gains grows with the length of a text (docs/log.md).
+    `longer` says that texts will be longer than the windows that were weighed. The cheaper choice is then picked where
+    it costs at most `LEVEL` more: what a choice gains grows with the length of a text (docs/log.md).
     """
-    least = min(weighed, key=lambda way: (math.isnan(weighed[way].cost), weighed[way].cost))
-    chosen = weighed.get("chosen")
-    return "chosen" if longer and chosen and chosen.cost <= weighed[least].cost + LEVEL else least
+
+    def cost(way: Way) -> tuple[bool, float]:
+        return math.isnan(weighed[way].cost), weighed[way].cost
+
+    least = min(weighed, key=cost)
+    chosen = min((way for way in CHOSEN if way in weighed), key=cost, default=least)
+    return chosen if longer and weighed[chosen].cost <= weighed[least].cost + LEVEL else least

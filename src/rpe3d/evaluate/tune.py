@@ -2,8 +2,9 @@
 
 The law file: what `Law.to_dict` gives, and "measured": {"command", "model", "versions", "texts", "seeds", "criterion",
 "effective": positions, or 0 where it copies from nowhere, "distances": [{"distance", "first", "again", "text"}],
-"weighed": {"even", "anchored" and, where it was tried, "chosen": {"length", "seeds", "text", "again"}}, and "picked":
-{"way": one of them, "criterion"}; both are empty where there was nothing to choose. Files of 0.2 have no "picked"}.
+"weighed": {"even", "anchored" and, where choices were tried, "chosen", "wide": {"length", "seeds", "text", "again"}},
+and "picked": {"way": one of them, "criterion"}; both are empty where there was nothing to choose. Files of 0.2 have no
+"picked"}.
 That of `rpe3d tune --law dpe` has "task", "samples", "others": the scale of the groups that are not tried, and
 "trials": [{"group", "scale", "score"}] in place of what follows "texts".
 """
@@ -91,7 +92,7 @@ def tune(
     again, weighed = seeds[:WEIGHED], {}
     if 0 < used < length:
         with_chosen = model.device.type == "cuda" if chosen is None else chosen
-        ways = [way for way in effective.WAYS if way != "chosen" or with_chosen]
+        ways = effective.ways(used, pretrained, length, chosen=with_chosen)
         weighed = effective.weigh(model, used, pretrained, tokens, length, again, first, progress, ways=ways)
     picked = effective.cheapest(weighed, longer=context > length) if weighed else None
     if used:
