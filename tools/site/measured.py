@@ -20,8 +20,8 @@ Line = dict[str, Any]
 
 
 def row_line(row: Line, machine: str, commit: str) -> Line:
-    """Return a row as the line of compare-large-MODEL.csv."""
-    numbers = {name: round(row[name], 4) for name in ("ppl", "tail_ppl", "copy_nll")}
+    """Return a row as the line of compare-large-MODEL.csv; what was not measured stays empty."""
+    numbers = {name: "" if row[name] is None else round(row[name], 4) for name in ("ppl", "tail_ppl", "copy_nll")}
     counts = {"passkey": row["passkey"], "passkey_n": row["passkey_n"]}
     counts |= {"windows": len(row["windows"]), "copies": len(row["copies"])}
     parameters = " ".join(f"{name}={value}" for name, value in row["parameters"].items())

@@ -46,7 +46,8 @@ def lines(
     kept, ends = results.rows(model.name), {}
     for name in boldest_last(shown.values(), looks):
         law = next(law for law, label in shown.items() if label == name)
-        points = [(length, kept[law, length].number(column)) for length in model.lengths if (law, length) in kept]
+        laws = {length: model.ours(length) if law == model.tuned else law for length in model.lengths}
+        points = [(length, kept[law, length].number(column)) for length, law in laws.items() if (law, length) in kept]
         assert len(points) > 1, f"{model.name} has {len(points)} lengths of {law}"
         line(ax, paint, looks[name], [math.log2(x) for x, _ in points], [y for _, y in points])
         ends[name] = points[-1][1]
@@ -59,8 +60,8 @@ def lines(
 
 def by_length(model: results.Model, roofs: tuple[float, float], floor: float) -> Callable[[Any, Paint], None]:
     """Return how to draw tail, copies and passkeys of a model by length, up to `roofs` of the first two."""
-    shown = {model.ours: "3d-rpe, chosen", model.dense: "3d-rpe"}
-    shown |= {law: law.partition(":")[0] for law in model.beside if law != model.dense}
+    shown = {model.tuned: "3d-rpe, chosen", model.dense: "3d-rpe"}
+    shown |= {law: law.partition(":")[0] for law in model.beside if not law.startswith("3d-rpe")}
     looks = styles(shown.values()) | {"3d-rpe, chosen": LAWS["3d-rpe"].style, "3d-rpe": DENSE}
 
     def draw(figure: Any, paint: Paint) -> None:
@@ -83,7 +84,12 @@ def apart(model: results.Model) -> Callable[[Any, Paint], None]:
     """Return how to draw how much higher other laws are than ours at each length, with their intervals."""
     looks = styles(model.beside) | {model.dense: DENSE}
     kept = results.rows(model.name)
-    shown = [(length, law) for length in model.lengths for law in model.beside if (law, length) in kept]
+    shown = [
+        (length, law)
+        for length in model.lengths
+        for law in model.beside
+        if (law, length) in kept and law != model.ours(length)
+    ]
 
     def draw(figure: Any, paint: Paint) -> None:
         titles = {
@@ -93,8 +99,9 @@ def apart(model: results.Model) -> Callable[[Any, Paint], None]:
         }
         for ax, (column, title) in zip(figure.subplots(1, 3, sharey=True), titles.items(), strict=True):
             for i, (length, law) in enumerate(shown):
-                away = results.difference(model.name, length, column, law, model.ours)
-                assert away is not None
+                away = results.difference(model.name, length, column, law, model.ours(length))
+                if away is None:  # nothing to compare with, or not measured
+                    continue
                 low, high = away.low, away.high
                 assert low is not None
                 assert high is not None

@@ -26,29 +26,25 @@ MARKED = re.compile(r"(<!-- results\.py ([\w-]+) ?(\S*) -->\n).*?(<!-- end -->)"
 COLUMNS = ("ppl", "tail_ppl", "copy_nll", "passkey")
 TINY = "3d-rpe:chunk=128,window=512,reach=1024"
 DEPLOYED = "dca:attention_factor=deployed"
-QWEN = (
-    "3d-rpe:far=512,decay=.8",
-    "3d-rpe:far=128",
-    "3d-rpe:far=128,window=4096",
-    "3d-rpe",
-    "dca",
-    "yarn",
-    "streaming-llm",
-    "rope",
-)
+TUNED = "`3d-rpe`, as `tune` picks it"
 TASKS = 11
 """Tasks of RULER that need no download."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A model: its file of results, which law of ours leads, which laws are shown under which names, and digits."""
+    """A model: its file of results, which laws are ours, which laws are shown under which names, and digits."""
 
     name: str
     title: str
     pretrained: int
     lengths: tuple[int, ...]
-    ours: str
+    tuned: str
+    """What `rpe3d tune` picks beyond the pretrained length."""
+    at_home: str
+    """What stands for it at the pretrained length: exact RoPE where the model uses all of that."""
+    chosen: str
+    """The choice whose RULER and LongPPL were measured."""
     dense: str
     laws: tuple[str, ...]
     names: Mapping[str, str] = field(default_factory=dict)
@@ -59,6 +55,12 @@ class Model:
     def shown(self, law: str) -> str:
         return self.names.get(law, f"`{law}`")
 
+    def ours(self, length: int) -> str:
+        """Return what `tune` picks for a length, or the other choice where only that was measured."""
+        if length <= self.pretrained:
+            return self.at_home
+        return self.tuned if (self.tuned, length) in rows(self.name) else self.chosen
+
 
 MODELS = {
     "smollm2": Model(
@@ -66,9 +68,13 @@ MODELS = {
         title="SmolLM2-135M",
         pretrained=8192,
         lengths=(8192, 16384, 32768, 65536),
-        ours="3d-rpe:far=128",
+        tuned="3d-rpe:reach=3840,far=120",
+        at_home="3d-rpe:far=128",
+        chosen="3d-rpe:far=128",
         dense="3d-rpe",
         laws=(
+            "3d-rpe:reach=3840,far=120",
+            "3d-rpe:reach=3840,far=240",
             "3d-rpe:far=128",
             "3d-rpe",
             "dca",
@@ -86,17 +92,36 @@ MODELS = {
             "rope",
             "3d-rpe:focus=1,fade=.25",
         ),
-        names={DEPLOYED: "`dca`, as deployed"},
-        beside=("3d-rpe", "streaming-llm", "dca", DEPLOYED, "leaky-rerope", "self-extend", "rerope", "lampe", "yarn"),
+        names={
+            "3d-rpe:reach=3840,far=120": TUNED,
+            "3d-rpe:reach=3840,far=240": "... twice as many blocks",
+            DEPLOYED: "`dca`, as deployed",
+        },
+        beside=(
+            "3d-rpe:reach=3840,far=240",
+            "3d-rpe:far=128",
+            "3d-rpe",
+            "streaming-llm",
+            "dca",
+            DEPLOYED,
+            "leaky-rerope",
+            "self-extend",
+            "rerope",
+            "lampe",
+            "yarn",
+        ),
     ),
     "tinyllama": Model(
         name="tinyllama",
         title="TinyLlama-1.1B",
         pretrained=2048,
         lengths=(2048, 4096, 8192, 16384),
-        ours=f"{TINY},far=32",
+        tuned="3d-rpe:far=32",
+        at_home="rope",
+        chosen=f"{TINY},far=32",
         dense=f"{TINY},focus=1,fade=.5,sinks=1",
         laws=(
+            "3d-rpe:far=32",
             f"{TINY},far=32",
             f"{TINY},far=64",
             f"{TINY},focus=1,fade=.5,sinks=1",
@@ -117,12 +142,14 @@ MODELS = {
             "3d-rpe-definition",
         ),
         names={
-            f"{TINY},far=32": "`3d-rpe:...,far=32`",
-            f"{TINY},far=64": "`3d-rpe:...,far=64`",
-            f"{TINY},focus=1,fade=.5,sinks=1": "`3d-rpe`, as `tune` picked it",
+            "3d-rpe:far=32": TUNED,
+            f"{TINY},far=32": "`3d-rpe:window=512,far=32`",
+            f"{TINY},far=64": "`3d-rpe:window=512,far=64`",
+            f"{TINY},focus=1,fade=.5,sinks=1": "`3d-rpe:window=512,focus=1,fade=.5,sinks=1`",
             DEPLOYED: "`dca`, as deployed",
         },
         beside=(
+            f"{TINY},far=32",
             f"{TINY},focus=1,fade=.5,sinks=1",
             "streaming-llm",
             "dca",
@@ -138,11 +165,25 @@ MODELS = {
         name="qwen2.5-coder",
         title="Qwen2.5-Coder-1.5B",
         pretrained=32768,
-        lengths=(32768, 65536, 131072),
-        ours="3d-rpe:far=512",
+        lengths=(32768, 65536, 131072, 262144),
+        tuned="3d-rpe:chunk=512,far=1024",
+        at_home="rope",
+        chosen="3d-rpe:far=512",
         dense="3d-rpe",
-        laws=("3d-rpe:far=512", *QWEN),
-        beside=QWEN,
+        laws=(
+            "3d-rpe:chunk=512,far=1024",
+            "3d-rpe:far=512",
+            "3d-rpe:far=512,decay=.8",
+            "3d-rpe:far=128",
+            "3d-rpe:far=128,window=4096",
+            "3d-rpe",
+            "dca",
+            "yarn",
+            "streaming-llm",
+            "rope",
+        ),
+        names={"3d-rpe:chunk=512,far=1024": TUNED},
+        beside=("3d-rpe:far=512", "3d-rpe:far=128", "3d-rpe", "dca", "yarn", "streaming-llm"),
         digits=3,
     ),
 }
@@ -188,7 +229,7 @@ def difference(model: str, length: int, column: str, law: str, other: str) -> Di
     if (law, length) not in kept or (other, length) not in kept:
         return None
     mine, base = (kept[name, length].items[column] for name in (law, other))
-    if mine.keys() != base.keys():
+    if not base or mine.keys() != base.keys():
         return None
     made = [mine[what] - base[what] for what in base]
     return paired_shares(made) if column == "passkey" else mean_difference(made)
@@ -197,7 +238,7 @@ def difference(model: str, length: int, column: str, law: str, other: str) -> Di
 def not_beaten(model: Model, length: int, column: str, laws: Sequence[str]) -> list[str]:
     """Return the laws that are the best of a column, or not behind it beyond the noise."""
     kept = rows(model.name)
-    there = [law for law in laws if (law, length) in kept]
+    there = [law for law in laws if (law, length) in kept and kept[law, length].items[column]]
     sign = -1 if column == "passkey" else 1
     best = min(there, key=lambda law: sign * kept[law, length].number(column))
     away = {law: difference(model.name, length, column, law, best) for law in there}
@@ -207,7 +248,9 @@ def not_beaten(model: Model, length: int, column: str, laws: Sequence[str]) -> l
 
 
 def number(row: Row, column: str, digits: int) -> str:
-    """Write one number as the tables do."""
+    """Write one number as the tables do; a dash where it was not measured."""
+    if not row.items[column]:
+        return "–"
     x = row.number(column)
     return f"{x:.0f}" if column == "passkey" or x >= 100 else f"{x:.{2 if column == 'copy_nll' else digits}f}"
 
@@ -223,7 +266,7 @@ def cell(model: Model, law: str, length: int, bold: Mapping[str, Sequence[str]])
 
 def table(model: Model) -> list[str]:
     """Return every law by length, the best of each column in bold, and those within the noise of it."""
-    keys = len(rows(model.name)[model.ours, model.lengths[-1]].items["passkey"])
+    keys = len(rows(model.name)[model.tuned, 2 * model.pretrained].items["passkey"])
     heads = [
         f"{short(length)}{f': ppl / tail / copy / keys of {keys}' if not i else ''}"
         for i, length in enumerate(model.lengths)
@@ -233,35 +276,38 @@ def table(model: Model) -> list[str]:
     for law in model.laws:
         cells = [cell(model, law, length, bold[length]) for length in model.lengths]
         commits = sorted(set().union(*(row.commits for (name, _), row in rows(model.name).items() if name == law)))
-        name = f"**{model.shown(law)}**" if law in (model.ours, model.dense) else model.shown(law)
+        name = f"**{model.shown(law)}**" if law in (model.tuned, model.dense) else model.shown(law)
         lines.append(f"| {name} | {' | '.join(cells)} | {', '.join(commits)} |")
     return lines
 
 
 def headline() -> list[str]:
-    """Return ours beside all far keys and the best of the others in each column, for every model."""
-    lines = [
-        "| | ours, chosen far keys | ours, all far keys | best of the others, column by column |",
-        "|---|---|---|---|",
-    ]
+    """Return ours, as `tune` picks it, beside the best of the others in each column, for every model."""
+    lines = ["| | ours, as `tune` picks it | best of the others, column by column |", "|---|---|---|"]
     for model in MODELS.values():
         for length in model.lengths:
-            kept = rows(model.name)
-            if (model.ours, length) not in kept:
-                continue
-            others = [law for law in model.laws if not law.startswith("3d-rpe") and (law, length) in kept]
-            bold = {column: not_beaten(model, length, column, model.laws) for column in COLUMNS}
+            kept, mine = rows(model.name), model.ours(length)
+            others = [
+                law for law in model.laws if law != mine and not law.startswith("3d-rpe") and (law, length) in kept
+            ]
+            bold = {column: not_beaten(model, length, column, [mine, *others]) for column in COLUMNS}
             best = []
             for column in COLUMNS:
                 sign = -1 if column == "passkey" else 1
-                numbers = {law: sign * kept[law, length].number(column) for law in others}
+                numbers = {
+                    law: sign * kept[law, length].number(column) for law in others if kept[law, length].items[column]
+                }
+                if not numbers:
+                    best.append("–")
+                    continue
                 law = min(numbers, key=numbers.__getitem__)
                 text = number(kept[law, length], column, model.digits)
                 name = model.names[law].replace("`", "") if law in model.names else law.partition(":")[0]
                 best.append(f"{f'**{text}**' if law in bold[column] else text} {name}")
             times = length / model.pretrained
-            cells = [cell(model, law, length, bold) for law in (model.ours, model.dense)]
-            lines.append(f"| {model.title}, {short(length)} ({times:g}x) | {' | '.join(cells)} | {' / '.join(best)} |")
+            told = "" if mine == model.tuned else f" (`{mine}`)"
+            own = f"{cell(model, mine, length, bold)}{told}"
+            lines.append(f"| {model.title}, {short(length)} ({times:g}x) | {own} | {' / '.join(best)} |")
     return lines
 
 
@@ -269,9 +315,10 @@ def intervals(model: Model) -> list[str]:
     """Return how much higher other laws are than ours, with 95 % intervals; bold where ours is behind."""
     lines = ["| length | law | ppl | tail | copy | passkeys |", "|---|---|---|---|---|---|"]
     for length in model.lengths:
+        mine = model.ours(length)
         for law in model.beside:
-            made = [difference(model.name, length, column, law, model.ours) for column in COLUMNS]
-            if all(one is None for one in made):
+            made = [difference(model.name, length, column, law, mine) for column in COLUMNS]
+            if law == mine or all(one is None for one in made):
                 continue
             cells = [_signed(column, one) for column, one in zip(COLUMNS, made, strict=True)]
             lines.append(f"| {short(length)} | {model.shown(law)} | {' | '.join(cells)} |")
@@ -305,7 +352,7 @@ def long_perplexities(outside: bool) -> list[str]:
     lines = ["| model | law | LongPPL | nats a key token, less ours |", "|---|---|---|---|"]
     for (name, length), laws in found.items():
         model = MODELS[name]
-        count = sum(n for _, n in laws[model.ours].values())
+        count = sum(n for _, n in laws[model.chosen].values())
         for law, texts in laws.items():
             mean = math.fsum(nll * n for nll, n in texts.values()) / count
             mine, ours = (
@@ -314,10 +361,10 @@ def long_perplexities(outside: bool) -> list[str]:
                     "longppl": 0.0,
                     "key_windows": [{"text": t, "start": 0, "n": n, "nll": x} for t, (x, n) in of.items()],
                 }
-                for of in (texts, laws[model.ours])
+                for of in (texts, laws[model.chosen])
             )
-            shown = "0" if law == model.ours else _signed("copy_nll", key_difference(mine, ours))
-            place = f"{model.title}, {short(length)}, {count} key tokens" if law == model.ours else ""
+            shown = "0" if law == model.chosen else _signed("copy_nll", key_difference(mine, ours))
+            place = f"{model.title}, {short(length)}, {count} key tokens" if law == model.chosen else ""
             lines.append(f"| {place} | {model.shown(law)} | {math.exp(mean):.2f} | {shown} |")
     return lines
 
@@ -334,7 +381,7 @@ def ruler() -> list[str]:
                     of = scores.setdefault((int(line["length"]), line["law"]), {})
                     of[line["task"]] = float(line["score"]), int(line["n"])
         for length in sorted({length for length, _ in scores}):
-            asked = [scores.get((length, law), {}) for law in (model.ours, model.dense, "dca", "rope")]
+            asked = [scores.get((length, law), {}) for law in (model.chosen, model.dense, "dca", "rope")]
             if not any(len(one) == TASKS for one in asked):
                 continue
             samples = min(n for one in asked for _, n in one.values())
