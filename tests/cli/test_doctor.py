@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 
+from rpe3d import extend
 from rpe3d.cli import main
 from tiny_models import make
 
@@ -47,6 +48,13 @@ def test_what_a_checkpoint_carries_is_named_with_the_command_that_uses_it(tmp_pa
     assert told["carries"].startswith("dual chunk attention, 64 to 256 positions: the law 'dca', chunk 48, window 64")
     assert told["to use it"] == f"rpe3d extend {tmp_path / 'model'} --law dca --context 256 --out DIR"
     assert told["pretrained context"] == "64"
+
+
+@pytest.mark.parametrize(("own", "chosen"), [({}, ""), ({"far": 4, "block": 8}, ", far keys chosen: 4 blocks of 8")])
+def test_a_chosen_far_field_is_told_with_the_law(own, chosen, tmp_path):
+    """costs.md says that doctor tells what runs: a reviewer's checkpoint under far=4 read like one that sees all."""
+    model = extend(make(max_position_embeddings=64), "3d-rpe", context=512, chunk=8, window=16, reach=48, **own)
+    assert doctor(model, tmp_path)["law"] == f"3d-rpe, 64 to 512 positions{chosen}"
 
 
 def test_a_scaled_base_is_named(tmp_path):

@@ -44,6 +44,21 @@ def test_an_adapter_refuses_a_base_without_its_law(tiny, tmp_path):
         load_adapter(tiny(), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("trained", "base", "names"),
+    [
+        ({}, {"far": 5}, "far, block, first"),
+        ({"far": 5}, {"far": 5, "decay": 0.8}, "decay"),
+        ({"far": 5}, {}, "far, block, first"),
+    ],
+)
+def test_a_refusal_names_parameters_that_one_of_the_laws_leaves_out(tiny, tmp_path, trained, base, names):
+    """A law's dict is without later parameters at their defaults: "differ in :" was all that a reviewer was told."""
+    save_adapter(adapted(rpe3d.extend(tiny(), context=256, **BOUNDED, **trained)), tmp_path)
+    with pytest.raises(ConfigError, match=f"differ in {names}:"):
+        load_adapter(rpe3d.extend(tiny(), context=256, **BOUNDED, **base), tmp_path)
+
+
 def test_an_adapter_of_a_stock_model_is_not_ours_to_save(tiny, tmp_path):
     with pytest.raises(ConfigError, match="under no law"):
         save_adapter(adapted(tiny()), tmp_path)

@@ -15,10 +15,13 @@ import platform
 from argparse import ArgumentParser, Namespace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rpe3d.cli.arguments import check_writable, need, size, write_json
 from rpe3d.cli.terminal import STDOUT, new_table, show
+
+if TYPE_CHECKING:
+    from rpe3d.geometry import Law
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -83,7 +86,7 @@ def _examine(arguments: Namespace) -> dict[str, str]:
     about = {
         "model": loaded.source,
         "architecture": f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()) / 1e6:.0f} M parameters",
-        "law": "none: stock" if law is None else f"{law.name}, {law.pretrained} to {law.context} positions",
+        "law": "none: stock" if law is None else _described(law),
         "attention": str(config._attn_implementation),
     }
     if broken := not_finite(model):
@@ -120,6 +123,14 @@ def _examine(arguments: Namespace) -> dict[str, str]:
             about["in memory only"] = refusal.problem
     about |= {f"note {n}": note for n, note in enumerate(loaded.notes, 1)}
     return about
+
+
+def _described(law: Law) -> str:
+    """Return a law's name and positions, and how many far keys a query chooses where it does."""
+    told = f"{law.name}, {law.pretrained} to {law.context} positions"
+    for choice in (region.choice for region in law.regions if region.choice is not None):
+        told += f", far keys chosen: {choice.most} block{'s' * (choice.most > 1)} of {choice.size}"
+    return told
 
 
 def _version(package: str) -> str:

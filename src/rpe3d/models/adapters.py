@@ -67,7 +67,9 @@ def check_law(found: Law | None, folder: str | Path) -> None:
             f"rpe3d.extend(base, {needed.name!r}, context={needed.context}, ...) first",
         )
     if found != needed:
-        differing = [k for k, v in needed.to_dict().items() if found.to_dict().get(k) != v]
+        ours, theirs = needed.to_dict(), found.to_dict()
+        # Of both: either leaves out parameters that came later than the law, where they are at their defaults.
+        differing = [name for name in ours | theirs if ours.get(name) != theirs.get(name)]
         raise ConfigError(
             f"the adapter's law and the base's differ in {', '.join(differing)}",
             "extend the base with the adapter's law",

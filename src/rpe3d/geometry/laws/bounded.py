@@ -46,12 +46,10 @@ class Bounded(Law):
     )
     sinks: int = parameter(0, "first tokens that do not fade, at most a chunk; `rpe3d tune` tells whether 1 is better")
     far: int = parameter(0, "far blocks that a query sees, chosen by what they are about; 0: all", later=True)
-    block: int | None = parameter(
-        None, "keys in a far block, a divisor of chunk; default 16, or the chunk where that is less", later=True
-    )
+    block: int | None = parameter(None, "keys in a far block, a divisor of chunk; default gcd(16, chunk)", later=True)
     first: int | None = parameter(
         None,
-        "with far: first keys that a query always sees, an eighth of its far blocks at most; default 128",
+        "with far: first keys that a query always sees, at least one block, at most far / 8 of them; default 128",
         later=True,
     )
     decay: float = parameter(
