@@ -244,7 +244,7 @@ def test_longppl_is_that_of_compare_on_the_same_key_tokens(folder, tmp_path, cap
     asked = (folder, "--tasks", "longppl", "--law", "rope,dca", "--length", "512", *shared)
     assert run(*asked, "--json", tmp_path / "e.json") == 0
     compared, found = (json.loads((tmp_path / name).read_text())["rows"] for name in ("c.json", "e.json"))
-    assert [row["score"] for row in found] == [row["longppl"] for row in compared]
+    assert [row["score"] for row in found] == [row["long_ppl"] for row in compared]
     assert "and LongPPL" in capsys.readouterr().out
     assert run(*asked, "--json", tmp_path / "e.json") == 0  # resumed
     assert json.loads((tmp_path / "e.json").read_text())["rows"] == found

@@ -89,7 +89,7 @@ def test_one_law_alone_gives_the_published_formula(written, measured):
     assert [window["keys"] for window in results["keys"]["512"]["windows"]] == found
     picked = torch.cat([of[torch.tensor(keys) - 1] for of, keys in zip(full, found, strict=True)])
     assert row["key_tokens"] == len(picked) >= 30
-    assert row["longppl"] == pytest.approx(math.exp(picked.mean()), rel=1e-5)
+    assert row["long_ppl"] == pytest.approx(math.exp(picked.mean()), rel=1e-5)
     assert [window["n"] for window in row["key_windows"]] == [len(keys) for keys in found]
 
 
@@ -104,7 +104,7 @@ def test_every_law_has_the_same_key_tokens_which_are_those_of_any(measured):
 
 def test_a_law_that_reads_no_far_text_has_a_higher_longppl(measured):
     ours, streaming = measured("3d-rpe", "streaming-llm")["rows"]
-    assert streaming["longppl"] > 2 * ours["longppl"]
+    assert streaming["long_ppl"] > 2 * ours["long_ppl"]
 
 
 def test_only_a_window_alone_does_not_read_the_whole_text():
@@ -143,7 +143,7 @@ def test_a_stopped_run_keeps_its_key_tokens(measured, monkeypatch, tmp_path):
     assert json.loads(file.read_text())["keys"] == whole["keys"]
     monkeypatch.setattr(key_tokens, "find", stop)
     resumed = measured(*laws, file=file)
-    for key in ("longppl", "key_tokens", "key_windows"):
+    for key in ("long_ppl", "key_tokens", "key_windows"):
         assert [row[key] for row in resumed["rows"]] == [row[key] for row in whole["rows"]]
 
 
@@ -207,7 +207,7 @@ def test_key_tokens_of_another_tokenizer_are_those_within_its_spans(others, mode
     ids = torch.tensor(tokenizer(text.content).input_ids)
     full = [(losses(model, ids[one["start"] :][:LENGTH]), one["keys"]) for one in found["windows"]]
     picked = torch.cat([of[torch.tensor(keys) - 1] for of, keys in full if keys])
-    assert results["rows"][0]["longppl"] == pytest.approx(math.exp(picked.mean()), rel=1e-4)
+    assert results["rows"][0]["long_ppl"] == pytest.approx(math.exp(picked.mean()), rel=1e-4)
     assert json.loads(file.read_text()) == content
 
 
@@ -269,7 +269,7 @@ def test_too_few_key_tokens_have_no_number(model, tokenizer, tmp_path):
     settings = Settings(laws=["rope", "dca"], lengths=[512], measures=["ppl", "longppl"], windows=1)
     results = compare(model, tokenizer, settings, texts=text)
     for row in results["rows"]:
-        assert (row["status"], row["longppl"]) == ("ok", None)
+        assert (row["status"], row["long_ppl"]) == ("ok", None)
         assert row["key_tokens"] < 30
     assert "LongPPL at 512 has no number" in " ".join(findings(results))
     assert "long_nll" not in paired(results, "rope")[0]
@@ -284,7 +284,7 @@ def test_the_report_names_what_found_the_key_tokens(measured, tmp_path):
     assert "against a context of 128 tokens with stock RoPE" in page
     header, first, _ = (tmp_path / "table.csv").read_text().splitlines()
     cells = dict(zip(header.split(","), first.split(","), strict=True))
-    assert float(cells["longppl"]) == results["rows"][0]["longppl"]
+    assert float(cells["long_ppl"]) == results["rows"][0]["long_ppl"]
     assert int(cells["key_tokens"]) == results["rows"][0]["key_tokens"]
 
 
@@ -293,7 +293,7 @@ def test_differences_weigh_windows_by_their_key_tokens(measured):
     results = measured("3d-rpe", "streaming-llm")
     ours, streaming = results["rows"]
     (found,) = paired(results, "3d-rpe")
-    assert found["long_nll"].mean == pytest.approx(math.log(streaming["longppl"] / ours["longppl"]))
+    assert found["long_nll"].mean == pytest.approx(math.log(streaming["long_ppl"] / ours["long_ppl"]))
     assert found["long_nll"].clear
     for row in results["rows"]:
         row["key_windows"] = [window | {"n": 20} for window in row["key_windows"]]
@@ -314,7 +314,7 @@ def test_a_law_that_runs_out_of_memory_is_left_out_and_tried_again(measured, mon
     results = measured("3d-rpe", "rerope")
     assert results["keys"]["512"]["left_out"] == ["rerope"]
     assert [row["status"] for row in results["rows"]] == ["ok", "ok"]
-    assert results["rows"][1]["longppl"] is not None
+    assert results["rows"][1]["long_ppl"] is not None
 
 
 def test_progress_ends_at_the_whole_work(measured):

@@ -99,3 +99,10 @@ def test_a_place_where_no_lock_can_be_made_is_not_taken_for_another_run(file, mo
     monkeypatch.setattr(filelock.FileLock, "acquire", held)
     with pytest.raises(ConfigError, match=f"cannot write {file}"), locked(file):
         pass
+
+
+def test_longppl_of_earlier_files_is_read_by_its_name_of_today(file):
+    """The contract calls it `long_ppl`; rows were written as `longppl` before."""
+    row = {name: value for name, value in ROW.items() if name != "length"}
+    write_json(file, {**CONTENT, "rows": [{**row, "longppl": 7.5}, ROW]})
+    assert read(file)["rows"] == [{**row, "long_ppl": 7.5}, ROW]

@@ -358,7 +358,7 @@ def long_perplexities(outside: bool) -> list[str]:
             mine, ours = (
                 {
                     "length": length,
-                    "longppl": 0.0,
+                    "long_ppl": 0.0,
                     "key_windows": [{"text": t, "start": 0, "n": n, "nll": x} for t, (x, n) in of.items()],
                 }
                 for of in (texts, laws[model.chosen])

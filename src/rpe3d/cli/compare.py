@@ -156,7 +156,7 @@ def print_table(results: dict[str, Any]) -> None:
 
 def _key_tokens(row: dict[str, Any]) -> tuple[str, str]:
     """Format LongPPL and its number of key tokens; too few tokens have no number."""
-    n, value = row.get("key_tokens"), row.get("longppl")
+    n, value = row.get("key_tokens"), row.get("long_ppl")
     return ("", "") if n is None else ("none" if value is None else _short(value), str(n))
 
 

@@ -120,14 +120,14 @@ def _copying(length: int, rows: list[Row]) -> str:
 
 def _key_tokens(length: int, rows: list[Row], results: Results) -> str:
     """Say what LongPPL is, and who found its key tokens: they decide which law looks good."""
-    known = sorted((row for row in rows if row.get("longppl") is not None), key=lambda row: row["longppl"])
+    known = sorted((row for row in rows if row.get("long_ppl") is not None), key=lambda row: row["long_ppl"])
     counts = [row["key_tokens"] for row in rows if row.get("key_tokens") is not None]
     if not counts:
         return ""
     by = evaluator(results["keys"][str(length)])
     if not known:
         return f"LongPPL at {short(length)} has no number, with {counts[0]} key tokens, found by {by}."
-    said = _grouped((row["law"], number(row["longppl"])) for row in known)
+    said = _grouped((row["law"], number(row["long_ppl"])) for row in known)
     return f"LongPPL at {short(length)}, of {counts[0]:,} key tokens found by {by}: {said}."
 
 

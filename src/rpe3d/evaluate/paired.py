@@ -123,7 +123,7 @@ def key_difference(row: Row, other: Row) -> Difference | None:
     The mean is a ratio of sums over windows, and so has the interval of its linear part (Cochran, Sampling Techniques,
     1977, section 6.3): windows differ from the mean by W n (d - mean) / N. Equal n give the plain mean.
     """
-    if row["longppl"] is None or other["longppl"] is None:
+    if row["long_ppl"] is None or other["long_ppl"] is None:
         return None
     both = [
         (a["n"], a["nll"] - b["nll"]) for a, b in zip(row["key_windows"], other["key_windows"], strict=True) if a["n"]

@@ -67,7 +67,7 @@ TABLE = (
     _column(
         "copy_nll", "copy", "NLL per token of a passage repeated at the end of the window", "{:.2f}".format, "copy_nll"
     ),
-    _column("longppl", "longppl", "perplexity of the key tokens, which need the far context", number, "long_nll"),
+    _column("long_ppl", "longppl", "perplexity of the key tokens, which need the far context", number, "long_nll"),
     Column(
         "key tokens",
         "how many longppl is of; below 30 it has no number",
@@ -84,7 +84,7 @@ TABLE = (
     _column("tokens_per_second", "tokens/s", "speed of the perplexity windows", "{:,.0f}".format),
 )
 CSV = ("law", "length", "status", "ppl", "tail_ppl", "copy_nll", "passkey", "passkey_n", "tokens_per_second", "tokens",
-       "seconds", "commit", "longppl", "key_tokens")  # fmt: skip
+       "seconds", "commit", "long_ppl", "key_tokens")  # fmt: skip
 
 
 def write_report(results: Results, folder: Path, against: str | None = None) -> list[Path]:

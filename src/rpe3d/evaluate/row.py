@@ -4,7 +4,7 @@ A row: {"law": label, "name": the law's name, "length", "context", "parameters":
 "out of memory" | "skipped: why", "ppl", "tail_ppl", "copy_nll", "passkey": how many right, "passkey_n", "tokens": read
 by the model, "seconds", "tokens_per_second": of one process, the median over the forwards of windows with their losses,
 "windows": [{"text", "start", "nll", "tail_nll"}], "positions": [{"from", "to", "nll", "n"}], "copies": [{"nll",
-"seed"}], "passkeys": [{"depth", "key", "answer": up to the first wrong token, "correct"}], "longppl": null for fewer
+"seed"}], "passkeys": [{"depth", "key", "answer": up to the first wrong token, "correct"}], "long_ppl": null for fewer
 than 30 key tokens, "key_tokens": how many, "key_windows": [{"text", "start", "n": key tokens, "nll": null for none}]}.
 What was not asked for or not measured is null or empty. Rows of earlier versions have nothing of LongPPL.
 """
@@ -38,7 +38,7 @@ def measure_row(
     """
     row: dict[str, Any] = {"law": entry.label, "name": entry.name, "length": length, "context": None, "status": "ok"}
     row |= dict.fromkeys(("ppl", "tail_ppl", "copy_nll", "passkey", "passkey_n", "tokens_per_second"))
-    row |= {"longppl": None, "key_tokens": None}
+    row |= {"long_ppl": None, "key_tokens": None}
     row |= {"tokens": 0, "seconds": 0.0, "parameters": dict(entry.parameters)}
     row |= {"windows": [], "positions": [], "copies": [], "passkeys": [], "key_windows": []}
     bench.what, bench.label = f"{entry.label} at {length}", entry.label

@@ -66,6 +66,9 @@ def read(path: Path, kind: str = "compare", option: str = "--json") -> dict[str,
         content = None
     if not isinstance(content, dict) or (content.get("kind"), content.get("schema")) != (kind, SCHEMA):
         raise ConfigError(f"{path} is there and holds no results of `rpe3d {kind}`", f"give {option} another file")
+    for row in content.get("rows", []):
+        if "longppl" in row:  # its name in files of 0.2
+            row["long_ppl"] = row.pop("longppl")
     return content
 
 

@@ -220,7 +220,7 @@ def rows_csv(results: Results, columns: Sequence[str] = CSV) -> str:
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(columns)
-    optional = ("commit", "longppl", "key_tokens")
+    optional = ("commit", "long_ppl", "key_tokens")
     writer.writerows([row.get(name) if name in optional else row[name] for name in columns] for row in results["rows"])
     return file.getvalue()
 

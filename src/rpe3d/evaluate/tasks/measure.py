@@ -152,7 +152,7 @@ def probe(means: Means, task: Task, length: int, file: Predictions | None, advan
     told = chosen.told(merged(means.ranks.together(lambda: chosen.measure(bench, length))), length, protocol)
     if told is None:
         raise ConfigError(f"{title(task)} gave no finite number", "the model's likelihoods are NaN or infinite")
-    if told.get("longppl", 0.0) is None:
+    if told.get("long_ppl", 0.0) is None:
         raise ConfigError(f"longppl has {told['key_tokens']} key tokens, fewer than {FEWEST}", "raise --windows")
     trials = told[chosen.kind]
     records = [{"index": i, **{name: one[name] for name in chosen.recorded}} for i, one in enumerate(trials)]

@@ -189,7 +189,7 @@ def _long_perplexity(found: Found, length: int, protocol: str) -> dict[str, Any]
     if n and not nll < 700:
         return None
     return {
-        "longppl": math.exp(nll) if n >= FEWEST else None,
+        "long_ppl": math.exp(nll) if n >= FEWEST else None,
         "key_tokens": n,
         "key_windows": [{"text": text, "start": start, "n": n, "nll": nll} for _, text, start, n, nll in windows],
     }
@@ -237,7 +237,7 @@ PROBES = {
         measure=_key_tokens,
         told=_long_perplexity,
         metric="longppl",
-        score=lambda told: float(told["longppl"]),
+        score=lambda told: float(told["long_ppl"]),
         recorded=("text", "start", "n", "nll"),
     ),
 }
