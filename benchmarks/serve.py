@@ -290,6 +290,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="serve") as folder:
         work = Path(os.environ.get("SERVE_LOGS", folder))
         model = serve_peers.prepare(given, Path(folder))
+        serve_peers.check_room(model, given.cache)
         kind: Any = serve_peers.Http if given.mode == "http" else serve_peers.Offline
         with ThreadPoolExecutor(len(model.sources)) as pool:  # engines start side by side
             made = {name: pool.submit(kind, model, name, work / f"{name}.log") for name in model.sources}

@@ -34,6 +34,8 @@ SHAPES: dict[str, dict[str, int]] = {
 }
 DUMMY = ("8b",)
 """Too large to be written: vLLM makes the weights, the same for every engine."""
+BESIDE = 3.0
+"""GiB of an engine beside its weights and cache: activations, captured graphs, CUDA itself."""
 MARK = 2
 """The first token of a prompt that is taken as read (`filled`); no other prompt of the benchmark begins with it."""
 CONNECTOR = {
@@ -104,6 +106,26 @@ def prepare(given: Namespace, folder: Path) -> Model:
     for name, one in made.items():
         model.sources[name], model.overrides[name], model.laws[name] = one.source, one.overrides, one.law
     return model
+
+
+def check_room(model: Model, cache: float | None) -> None:
+    """Refuse engines that the GPU's free memory does not hold: one of them would fail minutes later."""
+    from rpe3d.config import ConfigError
+
+    if not model.cuda or cache is None:
+        return
+    asked = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
+    try:
+        free = float(subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split()[0]) / 1024
+    except (OSError, subprocess.CalledProcessError, IndexError, ValueError):
+        return  # then vLLM says it
+    weights = sum(file.stat().st_size for file in Path(model.sources["rope"]).glob("*.safetensors")) / 2**30
+    need = len(model.sources) * (cache + weights + BESIDE)
+    if need > free:
+        raise ConfigError(
+            f"{len(model.sources)} engines need {need:.0f} GiB, and {free:.0f} GiB of the GPU are free",
+            "lower --cache, name fewer --laws, or end other programs",
+        )
 
 
 def tokens_of(model: Model, text: Path | None) -> list[int]:

@@ -10,6 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from rpe3d.config import ConfigError
+
 BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
 if BENCHMARKS not in sys.path:
     sys.path.append(BENCHMARKS)
@@ -129,3 +131,16 @@ def test_an_answer_may_part_from_the_quiet_one_at_a_near_tie_alone():
     assert quiet.tied(0, [5, 9, 4])
     assert not quiet.tied(0, [5, 8, 7])
     assert not quiet.tied(0, [5, 6])
+
+
+@pytest.mark.parametrize(("free", "fits"), [("81920", True), ("40960", False), ("", True)])
+def test_engines_that_the_gpu_has_no_room_for_are_refused_before_they_start(tmp_path, monkeypatch, free, fits):
+    """Three engines of 16 + 3 GiB; where nvidia-smi says nothing, vLLM finds out."""
+    made = serve_peers.Model(called="tiny", dtype="bfloat16", vocabulary=50, cuda=True, dummy=False)
+    made.sources = dict.fromkeys(("rope", "3d-rpe", "dca"), str(tmp_path))
+    monkeypatch.setattr(serve_peers.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=free))
+    if fits:
+        serve_peers.check_room(made, 16.0)
+    else:
+        with pytest.raises(ConfigError, match="3 engines need 57 GiB, and 40 GiB of the GPU are free"):
+            serve_peers.check_room(made, 16.0)
