@@ -200,7 +200,7 @@ class Choice:
     first: int = 0
 
     STEP: ClassVar[float] = 2.0**-14
-    """Scores are told apart to this much: above the rounding of any sum of 256 products in float32."""
+    """Scores are told apart to this much: above what the order of a sum of 256 products in float32 changes."""
 
     @property
     def lead(self) -> int:
