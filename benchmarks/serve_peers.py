@@ -25,6 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gpu import free_memory
+
 SHAPES: dict[str, dict[str, int]] = {
     # Layers, width, inner width, query heads, key heads, head size, vocabulary, pretrained positions.
     "tiny": {"l": 2, "w": 128, "i": 96, "h": 4, "g": 2, "d": 32, "v": 512, "p": 64},
@@ -114,11 +116,7 @@ def check_room(model: Model, cache: float | None) -> None:
 
     if not model.cuda or cache is None:
         return
-    asked = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
-    try:
-        free = float(subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split()[0]) / 1024
-    except (OSError, subprocess.CalledProcessError, IndexError, ValueError):
-        return  # then vLLM says it
+    free = free_memory()
     weights = sum(file.stat().st_size for file in Path(model.sources["rope"]).glob("*.safetensors")) / 2**30
     need = len(model.sources) * (cache + weights + BESIDE)
     if need > free:

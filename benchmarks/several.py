@@ -1,0 +1,190 @@
+"""Several benchmarks on one GPU in little time: those of quality side by side, those of speed alone.
+
+    python benchmarks/several.py JOBS.json --out DIR                # until all have ended
+    python benchmarks/several.py JOBS.json --out DIR --minutes 25   # or until the machine goes back
+
+A job: {"name", "command": for a shell, "memory": GiB that it takes of the GPU, "kind": "quality" | "speed", default the
+first, "needs": [paths that have to exist], "after": [names of jobs that have to have ended], "alone": a pattern of its
+output, "lines": how often, default once, "before": seconds after which it is no longer begun}. Jobs begin in their
+order, as soon as they may and the GPU has the memory free, which nvidia-smi says and no sum of guesses.
+
+While a job of speed runs, all of quality are halted (SIGSTOP); with `alone` only from the line on that matches for the
+last time, so that its engines start and its checks run beside them. Files DIR/add/*.json bring further jobs. Output
+goes to DIR/NAME.log, and what runs, has ended or waits to DIR/status.txt, every second. An interrupt ends all jobs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+from gpu import free_memory
+from limit import OUT_OF_TIME, command
+from rpe3d import files
+from rpe3d.config import ConfigError, choice, real
+
+KINDS = ("quality", "speed")
+SPARE = 2.0
+"""GiB that stay free: programs need some before they say so."""
+SETTLED = 20.0
+"""Seconds until what a program takes can be seen; until then what it said counts."""
+
+
+@dataclass(kw_only=True)
+class Job:
+    """A command and the conditions under which it runs."""
+
+    name: str
+    command: str
+    memory: float
+    kind: str = "quality"
+    needs: list[str] = field(default_factory=list)
+    after: list[str] = field(default_factory=list)
+    alone: str = ""
+    lines: int = 1
+    before: float = float("inf")
+    process: subprocess.Popen[bytes] | None = None
+    begun: float = 0.0
+    ended: float | None = None
+
+    @property
+    def runs(self) -> bool:
+        return self.process is not None and self.ended is None
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the job and all that it started."""
+        assert self.process is not None
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+
+def read_jobs(path: Path) -> list[Job]:
+    """Read a file of jobs; refuse one that is not as the module says."""
+    with files.refusing(f"cannot read {path}", "name a file of jobs"):
+        text = path.read_text(encoding="utf-8")
+    known = {one.name for one in fields(Job)} - {"process", "begun", "ended"}
+    try:
+        made = [Job(**one) for one in json.loads(text)]
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{path} holds no list of jobs ({error})", f"a job has {', '.join(sorted(known))}") from None
+    for job in made:
+        choice("kind", job.kind, KINDS)
+        real("memory", job.memory, least=0.0)
+    return made
+
+
+class Several:
+    """Jobs and their output folder; `turn` brings everything on by one look."""
+
+    def __init__(self, jobs: list[Job], out: Path) -> None:
+        self.jobs, self.out = jobs, out
+        self.start = time.monotonic()
+        self.halted = False
+        (out / "add").mkdir(parents=True, exist_ok=True)
+
+    @property
+    def now(self) -> float:
+        return time.monotonic() - self.start
+
+    def turn(self) -> bool:
+        """Take in new jobs, note ends, halt or go on, begin what may begin; say whether anything is left."""
+        for path in sorted((self.out / "add").glob("*.json")):
+            self.jobs += read_jobs(path)
+            path.unlink()
+        for job in self.jobs:
+            if job.runs and job.process is not None and job.process.poll() is not None:
+                job.ended = self.now
+        self._halt(any(self._alone(job) for job in self.jobs))
+        if not self.halted:
+            self._begin()
+        self._tell()
+        return any(job.runs or self._waits(job) for job in self.jobs)
+
+    def _waits(self, job: Job) -> bool:
+        return job.process is None and self.now <= job.before
+
+    def _alone(self, job: Job) -> bool:
+        """Say whether a job of speed is at what has to run alone."""
+        if job.kind != "speed" or not job.runs:
+            return False
+        said = (self.out / f"{job.name}.log").read_text(encoding="utf-8", errors="replace")
+        return not job.alone or len(re.findall(job.alone, said, re.M)) >= job.lines
+
+    def _halt(self, wanted: bool) -> None:
+        for job in self.jobs:
+            if wanted != self.halted and job.runs and job.kind == "quality":
+                job.signal(signal.SIGSTOP if wanted else signal.SIGCONT)
+        self.halted = wanted
+
+    def _begin(self) -> None:
+        """Begin jobs in their order; one of speed that waits for memory keeps those behind it from taking that."""
+        ended = {job.name for job in self.jobs if job.ended is not None}
+        promised = sum(job.memory for job in self.jobs if job.runs and self.now - job.begun < SETTLED)
+        room = free_memory() - promised - SPARE
+        measuring = any(job.runs and job.kind == "speed" for job in self.jobs)
+        for job in self.jobs:
+            ready = all(Path(path).expanduser().exists() for path in job.needs) and ended.issuperset(job.after)
+            if not self._waits(job) or not ready or (job.kind == "speed" and measuring):
+                continue
+            if job.memory <= room:
+                with (self.out / f"{job.name}.log").open("wb") as log:
+                    job.process = subprocess.Popen(
+                        ["bash", "-c", job.command], stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                    )
+                job.begun = self.now
+                measuring |= job.kind == "speed"
+            if job.runs or job.kind == "speed":
+                room -= job.memory
+
+    def _tell(self) -> None:
+        def line(job: Job) -> str:
+            if job.process is None:
+                return "waits" if self._waits(job) else "not begun in time"
+            over = "" if job.ended is None else f" to {job.ended:.0f} s, status {job.process.returncode}"
+            return f"from {job.begun:.0f}{over}"
+
+        lines = [f"{self.now:.0f} s{', a measurement runs alone' * self.halted}"]
+        files.write_text(
+            self.out / "status.txt", "\n".join([*lines, *(f"{job.name}: {line(job)}" for job in self.jobs), ""])
+        )
+
+    def stop(self) -> None:
+        """End whatever still runs."""
+        for job in self.jobs:
+            if job.runs and job.process is not None:
+                job.signal(signal.SIGKILL)  # a halted one ends as well
+                job.process.wait()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("jobs", type=Path, metavar="JOBS.json")
+    parser.add_argument("--out", type=Path, required=True, help="folder for output and status")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="end all jobs after so many; default never")
+    given = parser.parse_args()
+    several = Several(read_jobs(given.jobs), given.out)
+    left = True
+    try:
+        while left and several.now < 60 * given.minutes:
+            left = several.turn()
+            time.sleep(0.5)
+    finally:
+        several.stop()
+    print((given.out / "status.txt").read_text(encoding="utf-8"), end="")
+    if left:
+        return OUT_OF_TIME
+    return int(any(job.process is None or job.process.returncode for job in several.jobs))
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    command(main)

@@ -1,0 +1,115 @@
+"""Several benchmarks on one GPU: quality side by side, speed alone, memory as it is."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rpe3d.config import ConfigError
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+if str(BENCHMARKS) not in sys.path:
+    sys.path.append(str(BENCHMARKS))
+
+import gpu  # noqa: E402 (found on the path above)
+import several  # noqa: E402
+from several import Job, Several  # noqa: E402
+
+TICKS = "for i in 1 2 3 4 5 6 7 8; do date +%s.%N; sleep 0.1; done"
+
+
+def run(jobs, out, seconds=20):
+    made = Several(jobs, out)
+    until = time.monotonic() + seconds
+    while made.turn() and time.monotonic() < until:
+        time.sleep(0.02)
+    made.stop()
+    return made
+
+
+@pytest.fixture(autouse=True)
+def plenty(monkeypatch):
+    monkeypatch.setattr(several, "free_memory", lambda: 100.0)
+
+
+def test_quality_is_halted_while_a_measurement_is_at_what_has_to_run_alone(tmp_path):
+    """From its second `check` on; before it, engines start beside everything else."""
+    speed = "echo check a; sleep 0.3; echo check b; date +%s.%N; sleep 0.6; date +%s.%N"
+    jobs = [
+        Job(name="q", command=TICKS, memory=1),
+        Job(name="s", command=speed, memory=1, kind="speed", alone="^check ", lines=2),
+        Job(name="after", command="date +%s.%N", memory=1, after=["s"]),
+    ]
+    run(jobs, tmp_path)
+    ticks = [float(line) for line in (tmp_path / "q.log").read_text().split()]
+    begun, over = (float(x) for x in (tmp_path / "s.log").read_text().split()[-2:])
+    assert len(ticks) == 8
+    assert not [tick for tick in ticks if begun + 0.2 < tick < over]
+    assert ticks[0] < begun
+    assert float((tmp_path / "after.log").read_text()) > over
+    assert [job.process.returncode for job in jobs] == [0, 0, 0]
+    assert "q: from 0 to" in (tmp_path / "status.txt").read_text()
+
+
+def test_a_job_begins_when_the_gpu_has_room_and_a_measurement_that_waits_is_not_passed(tmp_path, monkeypatch):
+    """Free memory is the GPU's own word; what a job has just promised counts until it can be seen."""
+    jobs = [
+        Job(name="first", command="sleep 0.5", memory=60),
+        Job(name="speed", command="true", memory=50, kind="speed"),
+        Job(name="small", command="true", memory=1),
+    ]
+    made = Several(jobs, tmp_path)
+    made.turn()
+    assert [job.process is not None for job in jobs] == [True, False, False]
+    monkeypatch.setattr(several, "SETTLED", 0.0)
+    made.turn()
+    assert all(job.process is not None for job in jobs)
+    made.stop()
+
+
+def test_conditions_of_files_jobs_and_time(tmp_path):
+    jobs = [
+        Job(name="late", command="true", memory=0, before=-1),
+        Job(name="maker", command=f"touch {tmp_path}/made", memory=0),
+        Job(name="user", command="true", memory=0, needs=[str(tmp_path / "made")]),
+    ]
+    made = Several(jobs, tmp_path)
+    (tmp_path / "add" / "more.json").write_text(json.dumps([{"name": "more", "command": "false", "memory": 0}]))
+    until = time.monotonic() + 20
+    while made.turn() and time.monotonic() < until:
+        time.sleep(0.02)
+    assert {job.name: job.process and job.process.returncode for job in made.jobs} == {
+        "late": None, "maker": 0, "user": 0, "more": 1,
+    }  # fmt: skip
+    assert "late: not begun in time" in (tmp_path / "status.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "{}x", '[{"name": "a"}]', '[{"name": "a", "command": "b", "memory": 1, "c": 2}]']
+)
+def test_a_file_of_something_else_is_refused(tmp_path, text):
+    (tmp_path / "jobs.json").write_text(text)
+    with pytest.raises(ConfigError, match="holds no list of jobs"):
+        several.read_jobs(tmp_path / "jobs.json")
+
+
+def test_the_command_ends_its_jobs_when_its_minutes_are_over(tmp_path):
+    jobs = [{"name": "long", "command": f"sleep 60; touch {tmp_path}/never", "memory": 0}]
+    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
+    line = [sys.executable, str(BENCHMARKS / "several.py"), str(tmp_path / "jobs.json"), "--out", str(tmp_path / "out")]
+    done = subprocess.run([*line, "--minutes", "0.03"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 3, done.stderr
+    assert "long: from 0" in done.stdout
+    assert not (tmp_path / "never").exists()
+
+
+@pytest.mark.parametrize(("said", "free"), [("81920\n", 80.0), ("", float("inf")), ("[N/A]\n", float("inf"))])
+def test_free_memory_is_the_gpus_own_word(monkeypatch, said, free):
+    done = subprocess.CompletedProcess(gpu.ASK, 0, stdout=said)
+    monkeypatch.setattr(gpu.subprocess, "run", lambda *_, **__: done)
+    assert gpu.free_memory() == free
