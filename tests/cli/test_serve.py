@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import sys
 from importlib.metadata import PackageNotFoundError
@@ -16,7 +17,7 @@ import tiny_lm
 from rpe3d.cli import main
 from rpe3d.cli import serve as verb
 from rpe3d.models.load import load
-from rpe3d.serve import launch, refusals
+from rpe3d.serve import launch, refusals, words
 
 
 @pytest.fixture(scope="module")
@@ -196,9 +197,61 @@ def test_a_vllm_that_is_missing_other_or_blind_is_refused(extended, installed, c
     assert "rpe3d[serve]" in hint
 
 
-def test_a_server_that_ends_before_it_answers_is_an_error(tmp_path):
-    with pytest.raises(rpe3d.ConfigError, match=r"did not start \(exit code 3\)"):
-        launch.wait_until_ready(Process([], code=3), "http://127.0.0.1:1", tmp_path / "refusal.json")
+MEMORY = "Free memory on device cuda:0 (5.35/139.8 GiB) on startup is less than desired (0.2, 27.96 GiB)."
+ENDED = f"""(EngineCore pid=112) ERROR 11-18 08:59:07 [core.py:1510] EngineCore failed to start.
+(EngineCore pid=112) ERROR 11-18 08:59:07 [core.py:1510]     raise ValueError(
+(EngineCore pid=112) ERROR 11-18 08:59:07 [core.py:1510] ValueError: {MEMORY}
+Traceback (most recent call last):
+ValueError: {MEMORY}
+(APIServer pid=110) RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {{}}
+RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {{}}
+"""
+"""As vLLM 0.32 prints it on a GPU that others have filled, shortened."""
+
+
+def test_a_server_that_ends_before_it_answers_is_an_error_with_vllm_s_own_reason(folder, installed, monkeypatch, capfd):
+    """A user found it among hundreds of lines: the last of them say that it is above."""
+
+    def popen(line, stdout, stderr, **_):
+        assert stdout == stderr
+        os.write(stdout, ENDED.encode())
+        return Process(line, code=3)
+
+    monkeypatch.setattr(verb.subprocess, "Popen", popen)
+    assert main(["serve", str(folder), "--context", "1k", "--port", "0"]) == 1
+    said = capfd.readouterr().err
+    assert f"error: vLLM did not start (exit code 3): ValueError: {MEMORY}\n" in said
+    assert ENDED in said, "and all of its words are passed on"
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ("", ""),
+        ("INFO all is well\n", ""),
+        (
+            f"x.OutOfMemoryError: No memory. {'Process 1 has 7 GiB. ' * 12}\n",
+            f"x.OutOfMemoryError: No memory{'. Process 1 has 7 GiB' * 9}",
+        ),
+        ("RuntimeError: Engine core initialization failed. See root cause above.\n", ""),
+    ],
+)
+def test_a_cause_is_the_last_error_in_whole_sentences(said, why):
+    assert words.cause(said) == why
+
+
+def test_words_are_read_though_nobody_takes_them(tmp_path):
+    """A terminal that is gone must not hold up the server."""
+    read, write = os.pipe()
+    closed = os.open(tmp_path / "gone", os.O_RDONLY | os.O_CREAT)
+    heard = words.Words(read, closed)
+    for _ in range(4):
+        os.write(write, b"x" * (1 << 16))  # more than a pipe holds
+    heard.forget()
+    os.write(write, b"ValueError: later\n")
+    os.close(write)
+    assert heard.cause() == ""
+    os.close(closed)
 
 
 def test_the_reason_of_a_process_of_vllm_is_the_verb_s(folder, installed, monkeypatch, capsys):

@@ -37,6 +37,7 @@ def run(arguments: Namespace) -> int:
     need("serve", "transformers")
     from rpe3d.serve import metrics, refusals
     from rpe3d.serve.launch import check_installed, check_options, check_port, command, prepare, stop, wait_until_ready
+    from rpe3d.serve.words import Words
 
     check_installed()
     given = None if arguments.law is None else law_given(arguments.law, arguments)
@@ -59,9 +60,11 @@ def run(arguments: Namespace) -> int:
     folder = tempfile.TemporaryDirectory(prefix="rpe3d-serve-")
     reason = Path(folder.name) / "refusal.json"
     named = os.environ | metrics.environment(served.law) | {refusals.VARIABLE: str(reason)}
-    process = subprocess.Popen(line, stdout=STDERR, start_new_session=True, env=named)
+    read, write = os.pipe()
+    process = subprocess.Popen(line, stdout=write, stderr=write, start_new_session=True, env=named)
+    os.close(write)
     try:
-        wait_until_ready(process, url, reason)
+        wait_until_ready(process, url, reason, Words(read, STDERR))
         say(_curl(url, arguments.model))
         print(f"{url}/v1", flush=True)  # last: who waits for it finds all else said
         code = process.wait()  # 0 also where its engine was killed

@@ -26,6 +26,7 @@ from rpe3d.serve.checks import FAMILIES, check_model, config_law
 from rpe3d.serve.entry import law_entry
 from rpe3d.serve.refusals import refusal
 from rpe3d.serve.versions import ON_GPU, version_refusal
+from rpe3d.serve.words import Words
 
 GROUP, PLUGIN = "vllm.general_plugins", "rpe3d"
 POLL = 0.5
@@ -144,17 +145,19 @@ def check_port(host: str, port: int) -> None:
         raise ConfigError(f"cannot listen on {host}:{port}: {why}", "give another one with --port or --host") from None
 
 
-def wait_until_ready(process: subprocess.Popen[bytes], url: str, reason: Path) -> None:
-    """Wait until the server answers; if it ends before, raise what its processes wrote to `reason`, or that it did."""
+def wait_until_ready(process: subprocess.Popen[bytes], url: str, reason: Path, words: Words) -> None:
+    """Wait until the server answers; if it ends before, raise what a process wrote to `reason`, or said."""
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy would answer for the server
     while process.poll() is None:
         try:
             with direct.open(f"{url}/health", timeout=5):
+                words.forget()
                 return
         except (urllib.error.URLError, OSError):
             time.sleep(POLL)
+    why = words.cause()
     raise refusal(reason) or ConfigError(
-        f"vLLM did not start (exit code {process.returncode})", "its own words are above"
+        f"vLLM did not start (exit code {process.returncode}){why and f': {why}'}", "its own words are above"
     )
 
 

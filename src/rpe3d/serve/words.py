@@ -1,0 +1,49 @@
+"""What vLLM prints, passed on as it comes; and the error in it that says why an engine did not start."""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import suppress
+from threading import Thread
+
+ERROR = re.compile(r"(?:^|\] )((?:\w+\.)*\w*(?:Error|Exception): .+)", re.M)
+ELSEWHERE = "See root cause above"
+"""In the last error that vLLM prints: the cause is an earlier one."""
+LONGEST = 220
+"""Letters of an error that are repeated."""
+
+
+def cause(said: str) -> str:
+    """Return the last error in vLLM's words that is itself a cause, cut to whole sentences; empty without one."""
+    found: list[str] = [text for text in ERROR.findall(said) if ELSEWHERE not in text]
+    if not found or len(found[-1]) <= LONGEST:
+        return found[-1].strip() if found else ""
+    return found[-1][:LONGEST].rpartition(". ")[0] or found[-1][:LONGEST]
+
+
+class Words:
+    """Passes on what is written to a pipe, byte for byte, and keeps it until `forget`."""
+
+    def __init__(self, pipe: int, out: int) -> None:
+        self.kept: bytearray | None = bytearray()
+        self.thread = Thread(target=self._pass_on, args=(pipe, out), daemon=True)
+        self.thread.start()
+
+    def _pass_on(self, pipe: int, out: int) -> None:
+        while piece := os.read(pipe, 1 << 16):
+            if self.kept is not None:
+                self.kept += piece
+            with suppress(OSError):  # a terminal that is gone: who writes must still be read, or it would wait
+                while piece:
+                    piece = piece[os.write(out, piece) :]
+        os.close(pipe)
+
+    def forget(self) -> None:
+        """Keep nothing from here on: what a server says later is not why it did not start."""
+        self.kept = None
+
+    def cause(self) -> str:
+        """Return why a process that has ended did not start, as far as it said so."""
+        self.thread.join(timeout=5)  # processes that it left behind may hold the pipe open
+        return cause(bytes(self.kept or b"").decode("utf-8", errors="replace"))
