@@ -9,8 +9,9 @@ output, "lines": how often, default once, "before": seconds after which it is no
 order, as soon as they may and the GPU has the memory free, which nvidia-smi says and no sum of guesses.
 
 While a job of speed runs, all of quality are halted (SIGSTOP); with `alone` only from the line on that matches for the
-last time, so that its engines start and its checks run beside them. Files DIR/add/*.json bring further jobs. Output
-goes to DIR/NAME.log, and what runs, has ended or waits to DIR/status.txt, every second. An interrupt ends all jobs.
+last time, so that its engines start and its checks run beside them. Files DIR/add/*.json bring further jobs; one that
+is wrong is called *.refused. Output goes to DIR/NAME.log, and what runs, has ended or waits to DIR/status.txt, every
+second. What a job leaves behind ends with it, and all jobs end with an interrupt or the terminal.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from gpu import free_memory
 from limit import OUT_OF_TIME, command
@@ -67,19 +70,47 @@ class Job:
             os.killpg(self.process.pid, number)
 
 
-def read_jobs(path: Path) -> list[Job]:
-    """Read a file of jobs; refuse one that is not as the module says."""
+def read_jobs(path: Path, others: Collection[str] = ()) -> list[Job]:
+    """Read a file of jobs; refuse one that is not as the module says. `others` are the names of jobs before them."""
     with files.refusing(f"cannot read {path}", "name a file of jobs"):
         text = path.read_text(encoding="utf-8")
     known = {one.name for one in fields(Job)} - {"process", "begun", "ended"}
     try:
-        made = [Job(**one) for one in json.loads(text)]
-    except (ValueError, TypeError) as error:
+        made = [made_job(one, known) for one in _list(json.loads(text))]
+    except (ValueError, TypeError, re.error) as error:
         raise ConfigError(f"{path} holds no list of jobs ({error})", f"a job has {', '.join(sorted(known))}") from None
+    names = [*others, *(job.name for job in made)]
     for job in made:
         choice("kind", job.kind, KINDS)
         real("memory", job.memory, least=0.0)
+        if names.count(job.name) > 1:
+            raise ConfigError(f"two jobs are called {job.name}", "give each a name of its own: their output would mix")
+        if unknown := sorted(set(job.after) - set(names)):
+            raise ConfigError(f"{job.name} waits for {unknown[0]}, which is not a job", "correct `after`")
     return made
+
+
+def _list(found: Any) -> list[Any]:
+    if not isinstance(found, list):
+        raise TypeError(f"a {type(found).__name__}")
+    return found
+
+
+def made_job(given: dict[str, Any], known: Collection[str]) -> Job:
+    """Return the job of a file's entry; refuse what it cannot be, before anything runs."""
+    if unknown := sorted(set(given) - set(known)):
+        raise TypeError(f"{unknown[0]} is not of a job")
+    job = Job(**given)
+    for name, kind in (("name", str), ("command", str), ("alone", str), ("lines", int), ("before", (int, float))):
+        if not isinstance(getattr(job, name), kind):
+            raise TypeError(f"{name} is {getattr(job, name)!r}")
+    for name in ("needs", "after"):
+        if not isinstance(value := getattr(job, name), list) or not all(isinstance(one, str) for one in value):
+            raise TypeError(f"{name} is {value!r}, not a list of texts")
+    if not re.fullmatch(r"[\w.-]+", job.name) or job.name.startswith("."):
+        raise ValueError(f"the name {job.name!r} is not one of a file")
+    re.compile(job.alone)
+    return job
 
 
 class Several:
@@ -89,7 +120,8 @@ class Several:
         self.jobs, self.out = jobs, out
         self.start = time.monotonic()
         self.halted = False
-        (out / "add").mkdir(parents=True, exist_ok=True)
+        with files.refusing(f"cannot make {out}", "give --out a folder that can be written to"):
+            (out / "add").mkdir(parents=True, exist_ok=True)
 
     @property
     def now(self) -> float:
@@ -98,11 +130,16 @@ class Several:
     def turn(self) -> bool:
         """Take in new jobs, note ends, halt or go on, begin what may begin; say whether anything is left."""
         for path in sorted((self.out / "add").glob("*.json")):
-            self.jobs += read_jobs(path)
-            path.unlink()
+            try:
+                self.jobs += read_jobs(path, [job.name for job in self.jobs])
+                path.unlink()
+            except ConfigError as error:
+                print(f"refused: {error}", flush=True)
+                path.rename(path.with_suffix(".refused"))
         for job in self.jobs:
             if job.runs and job.process is not None and job.process.poll() is not None:
                 job.ended = self.now
+                job.signal(signal.SIGKILL)  # what it left behind
         self._halt(any(self._alone(job) for job in self.jobs))
         if not self.halted:
             self._begin()
@@ -171,12 +208,16 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder for output and status")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="end all jobs after so many; default never")
     given = parser.parse_args()
+    if not given.minutes > 0:
+        parser.error(f"--minutes is {given.minutes:g}, and has to be more than 0")
     several = Several(read_jobs(given.jobs), given.out)
     left = True
     try:
         while left and several.now < 60 * given.minutes:
             left = several.turn()
             time.sleep(0.5)
+    except KeyboardInterrupt:
+        return 130
     finally:
         several.stop()
     print((given.out / "status.txt").read_text(encoding="utf-8"), end="")
@@ -186,5 +227,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit(1))
     command(main)

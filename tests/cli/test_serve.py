@@ -6,7 +6,9 @@ import json
 import os
 import socket
 import sys
+import time
 from importlib.metadata import PackageNotFoundError
+from threading import Thread
 from types import SimpleNamespace
 
 import pytest
@@ -283,3 +285,23 @@ def test_options_that_cannot_be_passed_on_are_refused(folder, installed, capsys,
 def test_a_shorter_length_is_passed_on(folder, started):
     assert main(["serve", str(folder), "--context", "1k", "--vllm", "max-model-len=1K", "--port", "0"]) == 0
     assert started[0].line[-1] == "--max-model-len=1K"
+
+
+def test_words_are_whole_though_the_reader_is_slow_and_writing_does_not_wait():
+    """A pipe in non-blocking mode, as some terminals and supervisors leave stderr."""
+    read, write = os.pipe()
+    slow, out = os.pipe()
+    os.set_blocking(out, False)
+    heard = words.Words(read, out)
+    said = bytes(range(256)) * 1200  # more than both pipes hold
+    writer = Thread(target=lambda: (os.write(write, said), os.close(write)))
+    writer.start()
+    time.sleep(0.2)
+    got = b""
+    while len(got) < len(said):
+        got += os.read(slow, 1 << 16)
+    writer.join()
+    heard.thread.join()
+    assert got == said
+    os.close(slow)
+    os.close(out)

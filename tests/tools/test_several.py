@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -89,13 +90,62 @@ def test_conditions_of_files_jobs_and_time(tmp_path):
     assert "late: not begun in time" in (tmp_path / "status.txt").read_text()
 
 
+def job(**changed):
+    return {"name": "a", "command": "true", "memory": 1} | changed
+
+
 @pytest.mark.parametrize(
-    "text", ["{", "{}x", '[{"name": "a"}]', '[{"name": "a", "command": "b", "memory": 1, "c": 2}]']
+    ("jobs", "why"),
+    [
+        ({}, "no list of jobs"),
+        ([{"name": "a"}], "no list of jobs"),
+        ([job(ended=1)], "ended is not of a job"),
+        ([job(command=5)], "command is 5"),
+        ([job(name="../a")], "not one of a file"),
+        ([job(alone="(")], "no list of jobs"),
+        ([job(before="x")], "before is 'x'"),
+        ([job(needs="ab")], "not a list of texts"),
+        ([job(kind="other")], "kind"),
+        ([job(), job()], "two jobs are called a"),
+        ([job(after=["b"])], "waits for b, which is not a job"),
+    ],
 )
-def test_a_file_of_something_else_is_refused(tmp_path, text):
-    (tmp_path / "jobs.json").write_text(text)
-    with pytest.raises(ConfigError, match="holds no list of jobs"):
+def test_a_file_that_is_wrong_is_refused_before_anything_runs(tmp_path, jobs, why):
+    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
+    with pytest.raises(ConfigError, match=why):
         several.read_jobs(tmp_path / "jobs.json")
+
+
+def test_a_wrong_file_of_further_jobs_ends_none_and_what_a_job_leaves_behind_ends_with_it(tmp_path):
+    """A file that is caught half-written must not cost the hours of the others."""
+    jobs = [Job(name="a", command=f"(sleep 1; touch {tmp_path}/never) & sleep 0.3", memory=0)]
+    made = Several(jobs, tmp_path)
+    (tmp_path / "add" / "half.json").write_text('[{"name": "late"')
+    until = time.monotonic() + 20
+    while made.turn() and time.monotonic() < until:
+        time.sleep(0.02)
+    assert jobs[0].process.returncode == 0
+    assert [path.name for path in (tmp_path / "add").iterdir()] == ["half.refused"]
+    time.sleep(1.2)
+    assert not (tmp_path / "never").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_jobs_end_with_the_command(tmp_path, number):
+    """A closed terminal too; a job that was halted ends as well."""
+    jobs = [job(command=f"sleep 2; touch {tmp_path}/never"), job(name="s", command="sleep 60", kind="speed")]
+    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
+    line = [sys.executable, str(BENCHMARKS / "several.py"), str(tmp_path / "jobs.json"), "--out", str(tmp_path / "out")]
+    command = subprocess.Popen(line, stderr=subprocess.PIPE, text=True)
+    status = tmp_path / "out" / "status.txt"
+    while not status.exists() or "alone" not in status.read_text():
+        time.sleep(0.05)
+    command.send_signal(number)
+    _, said = command.communicate(timeout=30)
+    assert command.returncode == (130 if number == signal.SIGINT else 1), said
+    assert "Traceback" not in said
+    time.sleep(2)
+    assert not (tmp_path / "never").exists()
 
 
 def test_the_command_ends_its_jobs_when_its_minutes_are_over(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 from contextlib import suppress
 from threading import Thread
 
@@ -32,11 +33,14 @@ class Words:
 
     def _pass_on(self, pipe: int, out: int) -> None:
         while piece := os.read(pipe, 1 << 16):
-            if self.kept is not None:
-                self.kept += piece
+            kept = self.kept
+            if kept is not None:
+                kept += piece
             with suppress(OSError):  # a terminal that is gone: who writes must still be read, or it would wait
                 while piece:
-                    piece = piece[os.write(out, piece) :]
+                    select.select([], [out], [])  # where writing does not wait by itself
+                    with suppress(BlockingIOError):
+                        piece = piece[os.write(out, piece) :]
         os.close(pipe)
 
     def forget(self) -> None:
