@@ -103,3 +103,27 @@ def test_a_base_of_another_length_is_refused(adapter, tmp_path, capsys):
 def test_an_adapter_that_is_not_there_is_said_to_be_missing(tmp_path, capsys):
     code, said, _ = refusal(capsys, "merge", tmp_path / "nothing", "--out", tmp_path / "out")
     assert (code, said) == (1, f"there is no folder {tmp_path / 'nothing'}")
+
+
+def test_other_weights_than_the_adapter_was_trained_on_are_named(adapter, tmp_path, capsys):
+    """A reviewer merged into another model of the same shapes, and nothing was said."""
+    other = tiny_lm.save(tmp_path / "other")
+    model = load(str(other), device="cpu", dtype=torch.float32).model
+    torch.nn.init.normal_(model.model.layers[0].mlp.down_proj.weight)
+    model.save_pretrained(other)
+    assert main(["merge", str(adapter), "--base", str(other), "--out", str(tmp_path / "m")]) == 0
+    told = f"note: the files of {other} are not those that the adapter was trained on: merged all the same\n"
+    assert told in capsys.readouterr().err
+    assert main(["merge", str(adapter), "--out", str(tmp_path / "same")]) == 0
+    assert "not those" not in capsys.readouterr().err
+
+
+def test_a_base_of_other_shapes_is_refused_in_a_sentence(adapter, tmp_path, capsys):
+    base = load(str(adapter.parents[1] / "model"), device="cpu")
+    base.model.config.hidden_size *= 2
+    type(base.model)(base.model.config).save_pretrained(tmp_path / "wide")
+    base.tokenizer.save_pretrained(tmp_path / "wide")
+    code, problem, hint = refusal(capsys, "merge", adapter, "--base", tmp_path / "wide", "--out", tmp_path / "m")
+    assert (code, hint) == (1, "give --base the model that it was trained on")
+    assert problem.startswith(f"the adapter does not fit {tmp_path / 'wide'} (")
+    assert not (tmp_path / "m").exists()

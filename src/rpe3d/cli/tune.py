@@ -174,7 +174,7 @@ def _reasons(tuned: Tuned) -> list[str]:
         found,
         f"reach {law['reach']}: {least}; no pair is shown a distance beyond",
         f"window {law['window']}: {'1/2' if law['sinks'] else '5/8'} of the reach, in whole chunks, is exact",
-        f"chunk {law['chunk']}: a tenth of what it uses, as a power of two from 128 to 512",
+        f"chunk {law['chunk']}: a tenth of what it uses, as a power of two from 128 to 512; at most a quarter",
         *far,
         f"{weights}: {_weighing(tuned)}",
     ]

@@ -151,7 +151,8 @@ def pick(effective: int, pretrained: int, context: int, way: Way = "even") -> di
 
     The reach is 3/4 of them, which leaves room for the weaker layers, and at most half of the pretrained length: of
     what lies farther back, most tokens of the pretraining have seen nothing. A chunk is a tenth of them, as a power of
-    two from 128 to 512. The defaults of `3d-rpe` are the same for a model that uses 2/3 of its pretrained length.
+    two from 128 to 512, or a quarter where that is less. The defaults of `3d-rpe` are the same for a model that uses
+    2/3 of its pretrained length.
 
     "anchored": the first token does not fade, so the others may fade more, and more of them may be far. "chosen": no
     far key fades, and a query sees as many as half of the reach, in blocks; "wide": as many as all of it. `weigh` tells

@@ -61,15 +61,23 @@ def _embeddings_and_norms(model: Any) -> list[str]:
 
 
 def save_trained(
-    model: Any, folder: Path, state: dict[str, Any] | None = None, training: Mapping[str, Any] | None = None
+    model: Any,
+    folder: Path,
+    state: dict[str, Any] | None = None,
+    training: Mapping[str, Any] | None = None,
+    base_sha256: str | None = None,
 ) -> None:
-    """Save an adapter with its law beside it, or a whole model with its law in its config, without asking the hub."""
+    """Save an adapter with its law beside it, or a whole model with its law in its config, without asking the hub.
+
+    `base_sha256` is the digest of the files that the adapter was trained on, for `merge` to compare.
+    """
     if not hasattr(model, "peft_config"):
         model.save_pretrained(folder, state_dict=state)
         return
     law = law_of(model.get_base_model())
     assert law is not None
     model.save_pretrained(folder, state_dict=state, save_embedding_layers=False)
-    text = json.dumps({"schema": 1, "law": law.to_dict()}, indent=2) + "\n"
+    about = {"schema": 1, "law": law.to_dict()} | ({"base_sha256": base_sha256} if base_sha256 else {})
+    text = json.dumps(about, indent=2) + "\n"
     (folder / FILE).write_text(text, encoding="utf-8")
     write_adapter_card(folder, law, model.peft_config["default"].base_model_name_or_path, training)

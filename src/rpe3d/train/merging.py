@@ -10,7 +10,8 @@ import torch
 
 from rpe3d.config import ConfigError
 from rpe3d.models import extend, pretrained_length
-from rpe3d.models.adapters import adapter_law
+from rpe3d.models.adapters import FILE, adapter_law
+from rpe3d.models.checkpoint import fingerprint
 from rpe3d.models.extend import check_savable
 from rpe3d.models.load import Loaded, load
 
@@ -59,7 +60,22 @@ def merge(folder: Path, base: str | None = None, *, dtype: torch.dtype = torch.b
         )
     extend(loaded.model, law)
     check_savable(loaded.model)
-    merged = PeftModel.from_pretrained(loaded.model, str(folder)).merge_and_unload()
+    try:
+        merged = PeftModel.from_pretrained(loaded.model, str(folder)).merge_and_unload()
+    except RuntimeError as error:  # torch's, of weights that have other shapes
+        why = " ".join(str(error).split())[:160]
+        raise ConfigError(
+            f"the adapter does not fit {name} ({why})", "give --base the model that it was trained on"
+        ) from None
     if loaded.tokenizer is not None:
         loaded.tokenizer.model_max_length = law.context
-    return Loaded(model=merged.to(dtype), tokenizer=loaded.tokenizer, source=loaded.source, notes=loaded.notes)
+    notes = (*loaded.notes, *_other_files(folder, name))
+    return Loaded(model=merged.to(dtype), tokenizer=loaded.tokenizer, source=loaded.source, notes=notes)
+
+
+def _other_files(folder: Path, base: str) -> list[str]:
+    """Say so where the base's files are not those that the adapter was trained on; nothing where that is not known."""
+    trained_on = json.loads((folder / FILE).read_text(encoding="utf-8")).get("base_sha256")
+    if trained_on is None or fingerprint(base) in (None, trained_on):
+        return []
+    return [f"the files of {base} are not those that the adapter was trained on: merged all the same"]

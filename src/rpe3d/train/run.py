@@ -259,7 +259,8 @@ def _finish(trainer: LawTrainer, loaded: Loaded, settings: Settings, out: Path, 
             with folder.writing(str(result)):
                 made.mkdir()
                 model.config.use_cache = True
-                save_trained(model, made, whole, _told(settings))
+                digest = (folder.asked_before(out) or {}).get("model_sha256")
+                save_trained(model, made, whole, _told(settings), digest)
                 if settings.method == "full" and (law := law_of(loaded.model)):
                     write_model_card(made, law, settings.model, training=_told(settings))
                 if loaded.tokenizer is not None:
