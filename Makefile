@@ -79,9 +79,9 @@ test-newest: $(NEWEST)/.ready
 test-serve: $(SERVE)/.ready
 	OMP_NUM_THREADS=1 $(SERVE)/bin/python -m pytest -W ignore tests/serve tests/cli/test_serve.py tests/test_examples.py::test_a_served_model_answers
 
-# vLLM's CUDA build is the user's own: PYTHON is where it is installed, with this package and pytest. Some four minutes.
+# vLLM's CUDA build is the user's own: PYTHON is where it is installed, with this package, pytest and peft.
 test-serve-gpu:
-	$(PYTHON) -m pytest -W ignore -o addopts=-ra tests/gpu/test_engines.py
+	$(PYTHON) -m pytest -W ignore -o addopts=-ra tests/gpu/test_engines.py tests/gpu/test_serving.py
 
 # mkdocs counts warnings, and so dead links, only where it prints them: not with --quiet.
 check: $(READY)

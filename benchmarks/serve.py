@@ -12,7 +12,7 @@ law's edge is transformers'. Where they are not, every row says so, and the run 
 choose far keys: in random tokens neighbours choose nothing in common, which is their worst case.
 `--parts` and `--budget` cut a run into pieces that fit a limit. Writes serve-<device>.csv, after each row; `--name`
 keeps pieces apart.
-`--parts splits` prints times of the kernel over pages alone, by how many programs may read one sequence among others.
+Layers without an engine: `pages.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import os
 import random
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -259,7 +258,7 @@ def arguments() -> argparse.ArgumentParser:
     add("--laws", nargs="+", metavar="LAW", default=["3d-rpe"], help="as 3d-rpe:far=128; default 3d-rpe")
     add("--text", type=Path, help="cut prompts of the check and of `first` from it; default: random tokens")
     add("--mode", choices=("offline", "http"), default="offline")
-    add("--parts", nargs="+", choices=(*PARTS, "splits"), default=list(PARTS))
+    add("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     add("--context", type=int, default=131072, help="what engines are made for, in tokens")
     add("--lengths", nargs="+", type=int, default=[4096, 32768, 131072 - 256], help="of prompts, in tokens")
     add("--batches", nargs="+", type=int, default=[1, 16, 64])
@@ -281,12 +280,6 @@ def main() -> int:
     if given.filled and given.mode == "http":
         raise SystemExit("--filled is for engines without a server")
     clock = Clock(time.monotonic() + given.budget)
-    if "splits" in given.parts:  # in a process of its own: engines must find the GPU untouched
-        line = [sys.executable, str(Path(serve_peers.__file__)), "splits"]
-        subprocess.run(line, check=True, timeout=given.budget)
-        given.parts.remove("splits")
-    if not given.parts:
-        return 0
     with tempfile.TemporaryDirectory(prefix="serve") as folder:
         work = Path(os.environ.get("SERVE_LOGS", folder))
         model = serve_peers.prepare(given, Path(folder))

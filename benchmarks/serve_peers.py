@@ -2,7 +2,6 @@
 
     python serve_peers.py engine OPTIONS    asks vLLM; questions on stdin, answers on stdout, a line of JSON each
     python serve_peers.py logs QUESTION     log-probabilities of an answer by transformers
-    python serve_peers.py splits            times the kernel over pages with one long sequence among short ones
 
 This module starts no CUDA when it is imported: vLLM forks.
 """
@@ -361,50 +360,8 @@ def _engine(options: dict[str, Any]) -> None:
         print(json.dumps({"seconds": seconds, "decode": decode, "answers": answers}), file=out, flush=True)
 
 
-def _splits() -> None:
-    """Time a step of the kernel over pages, 32 + 8 heads x 128, in CUDA graphs, by the most programs per processor."""
-    import torch
-
-    from attention import graph_milliseconds, law_named
-    from rpe3d.attention.decode import paged
-
-    if not torch.cuda.is_available():
-        raise SystemExit("the kernel alone is timed on a GPU")
-    law, page = law_named("3d-rpe"), 16
-    cases = {
-        "1 x 128k": [131072],
-        "8 x 4k": [4096] * 8,
-        "128k + 7 x 512": [131072] + [512] * 7,
-        "16 x 32k": [32768] * 16,
-        "64k + 63 x 512": [65536] + [512] * 63,
-        "64 x 4k": [4096] * 64,
-        "64 x 512": [512] * 64,
-    }
-    for called, lengths in cases.items():
-        b, counts = len(lengths), [n // page for n in lengths]
-        table = torch.zeros(b, 131072 // page, dtype=torch.int32)
-        numbers = torch.randperm(sum(counts), dtype=torch.int32).split(counts)
-        for row, some in zip(table, numbers, strict=True):
-            row[: len(some)] = some
-        q = torch.randn(b, 32, 1, 128, dtype=torch.bfloat16, device="cuda")
-        cache = torch.randn(sum(counts), 8, page, 256, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
-        k, v = cache.split(128, dim=-1)
-        seen = torch.tensor(lengths, dtype=torch.int32, device="cuda")
-        line = []
-        for waves in (1, 2, 4, 8, 16):
-
-            def step(*x: Any, waves: int = waves) -> Any:
-                q, k, v, pages, seen = x
-                return paged.attend(q, k, v, law, pages=pages, lengths=seen, scale=0.09, waves=waves)[0]
-
-            line.append(f"{waves}: {graph_milliseconds(step, [[q, k, v, table.cuda(), seen]]):.4f}")
-        print(f"splits   {called:16} ms by programs per multiprocessor  " + "  ".join(line), flush=True)
-
-
 if __name__ == "__main__":
     if sys.argv[1] == "engine":
         _engine(json.loads(sys.argv[2]))
-    elif sys.argv[1] == "logs":
-        _logs()
     else:
-        _splits()
+        _logs()

@@ -78,7 +78,7 @@ def test_a_server_that_ends_by_itself_is_an_error(folder, started, monkeypatch, 
     """vLLM's exit code is 0 also where its engine was killed, so the code alone says nothing."""
     monkeypatch.setattr(Process, "wait", lambda self, timeout=None: self.terminate() or 0)
     assert main(["serve", str(folder), "--context", "1k", "--port", "0"]) != 0
-    assert "error: vLLM ended by itself (exit code 0)" in capsys.readouterr().err
+    assert "error: vLLM exited by itself (exit code 0)" in capsys.readouterr().err
 
 
 def test_the_server_is_told_its_law_for_the_metrics(folder, installed, monkeypatch):
@@ -153,7 +153,7 @@ def test_an_extended_checkpoint_needs_no_flags(extended, started):
 
 def test_laws_that_do_not_fit_are_refused(folder, extended, installed, capsys, tmp_path):
     assert refusal(capsys, "serve", folder)[:2] == (1, f"{folder} carries no law")
-    assert "carries a law already (dca, 1024 tokens)" in refusal(capsys, "serve", extended, "--context", "2k")[1]
+    assert "already carries a law (dca, 1024 tokens)" in refusal(capsys, "serve", extended, "--context", "2k")[1]
     assert "dynamic changes its" in refusal(capsys, "serve", folder, "--context", "1k", "--law", "dynamic")[1]
     assert "above half" in refusal(capsys, "serve", folder, "--context", "1k", "--chunk", "200")[1]
     other = rpe3d.make_law("3d-rpe", pretrained=64, context=1024, head_dim=16)
@@ -275,7 +275,7 @@ def test_the_reason_of_a_process_of_vllm_is_the_verb_s(folder, installed, monkey
     [
         ("max-model-len=1025", "max-model-len is 1025, beyond the law's context 1024"),
         ("--max_model_len=2k", "max-model-len is 2000, beyond the law's context 1024"),
-        ("port=9", "--vllm port would move the server from where it is waited for"),
+        ("port=9", "--vllm port would move the server to another address"),
     ],
 )
 def test_options_that_cannot_be_passed_on_are_refused(folder, installed, capsys, option, why):

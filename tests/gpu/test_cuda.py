@@ -135,7 +135,7 @@ def test_plain_tensors_cannot_be_looked_at_while_a_graph_is_captured():
     step = lambda: attention(x.q, x.k, x.v, x.law, rotated=True, query_positions=keys[-1:], key_positions=keys)  # noqa: E731
     step()
     with (
-        pytest.raises(rpe3d.ConfigError, match="while a CUDA graph is captured"),
+        pytest.raises(rpe3d.ConfigError, match="while a CUDA graph is being captured"),
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
         step()

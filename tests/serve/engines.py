@@ -23,6 +23,7 @@ SIZE = {
     "bos_token_id": 1,
     "eos_token_id": None,
 }
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"]
 
 
 def model(family="llama", law=None, config=None, **parameters):
@@ -33,6 +34,22 @@ def model(family="llama", law=None, config=None, **parameters):
     torch.manual_seed(0)
     made = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **given)).eval()
     return made if law is None else rpe3d.extend(made, law, context=CONTEXT, **parameters)
+
+
+def train(base):
+    """A LoRA adapter on a model, after a few steps on one text: enough to change what the model says."""
+    import peft
+
+    torch.manual_seed(0)
+    made = peft.get_peft_model(base, peft.LoraConfig(r=8, lora_alpha=32, target_modules=TARGETS))
+    (text,) = prompts(100, seed=11)
+    optimizer = torch.optim.Adam((p for p in made.parameters() if p.requires_grad), lr=0.02)
+    for _ in range(5):
+        ids = torch.tensor([text])
+        made(ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return made.eval()
 
 
 def engine(folder, **options):

@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed; `make test-serve` has it")
 
+from flash import flash
 from layers import CHOSEN, DIM, EDGE, GROUPS, HEADS, LAW, Served, builder, common, spec
 from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
@@ -61,7 +62,7 @@ def test_a_page_is_read_however_it_is_laid_out(layout):
 
 
 def test_a_page_that_loses_numbers_is_refused():
-    with pytest.raises(ConfigError, match="in a way that is not known"):
+    with pytest.raises(ConfigError, match="in an unknown layout"):
         cpu._reader(torch.zeros(128, dtype=torch.long), 8, 16)
 
 
@@ -156,6 +157,35 @@ def test_the_backend_for_cuda_attends_as_the_specification(engine_config, monkey
     given.block_table_tensor = made.table
     query = torch.randn(sum(counts), HEADS, DIM)
     made.check(query, made.forward(made.builder.build(0, given), query), counts)
+
+
+def refusing(*vectors, **given):
+    raise RuntimeError("such pages are not for this GPU")
+
+
+@pytest.mark.parametrize("calls", [flash, refusing], ids=["right", "refused"])
+def test_prompts_run_in_calls_of_flash_attention_where_a_trial_is_right(configured, monkeypatch, calls):
+    """Three prompts beside a step and a prompt within plain RoPE, in two layers; else `rpe3d.attention` runs them."""
+    made = Served(configured(**LAW), monkeypatch, [100, EDGE - 1, EDGE + 1, 130, 144])
+    seen = []
+    monkeypatch.setattr(
+        cuda, "flash_attention", lambda *vectors, **given: seen.append(given) or calls(*vectors, **given)
+    )
+    monkeypatch.setattr(cuda.logger, "warning", lambda *words: seen.append(words))
+    monkeypatch.setattr(cuda, "TRIALS", {})
+    made.impl.flash = True
+    counts = [40, 20, 1, 130, 17]
+    given = common(counts, made.lengths)
+    given.block_table_tensor = made.table
+    metadata = made.builder.build(0, given)
+    for layer in range(2):
+        before = len(seen)
+        query = torch.randn(sum(counts), HEADS, DIM)
+        made.check(query, made.forward(metadata, query), counts)
+        if layer:  # a call for each of the two regions, for each of three prompts; what failed is not tried again
+            assert len(seen) - before == (6 if calls is flash else 0)
+    told = [words[2:] for words in seen if isinstance(words, tuple)]
+    assert told == ([] if calls is flash else [("3d-rpe", "RuntimeError: such pages are not for this GPU")])
 
 
 def test_memory_of_the_longest_prompt_is_taken_while_vllm_measures(engine_config, monkeypatch):

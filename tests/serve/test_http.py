@@ -7,8 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
-import subprocess
 import sys
 import time
 import urllib.error
@@ -22,70 +20,13 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed; `make test-serve` has it")
 
 from engines import CONTEXT, model, prompts
+from servers import NEW, Server, tokens
 
 import rpe3d
 
 sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "benchmarks")]
 import tiny_lm
 from soak import Client, Soak
-
-NEW = 6
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return taken.getsockname()[1]
-
-
-class Server:
-    """The verb as a user starts it."""
-
-    def __init__(self, folder, log, *options):
-        self.port = free_port()
-        line = [sys.executable, "-m", "rpe3d", "serve", str(folder), "--port", str(self.port), *options]
-        environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-        environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING")  # the engine in a process of its own, as usual
-        self.log = log.open("w")
-        self.process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=self.log, env=environment, text=True)
-        self.url = self.process.stdout.readline().strip()
-        assert self.url == f"http://127.0.0.1:{self.port}/v1", log.read_text()[-3000:]
-        self.name = str(folder)
-
-    def ask(self, prompt, **options):
-        """The answer to a completion request."""
-        body = {"model": self.name, "prompt": prompt, "max_tokens": NEW, "temperature": 0, "ignore_eos": True,
-                "return_token_ids": True} | options  # fmt: skip
-        return self.post(json.dumps(body).encode())
-
-    def post(self, body):
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(f"{self.url}/completions", data=body, headers=headers)
-        with urllib.request.urlopen(request, timeout=300) as answer:
-            return json.load(answer)
-
-    def running(self):
-        """Requests that the engine is still at."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=30) as answer:
-            found = re.findall(r"^vllm:num_requests_(?:running|waiting)\{[^}]*\} (\S+)", answer.read().decode(), re.M)
-        return sum(map(float, found))
-
-    def memory(self):
-        """Resident bytes of the server and all its processes."""
-        children = {self.process.pid}
-        for stat in Path("/proc").glob("[0-9]*/stat"):  # a parent has a smaller number, nearly always
-            try:
-                pid, rest = int(stat.parent.name), stat.read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if int(rest[1]) in children:
-                children.add(pid)
-        return sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 for pid in children)
-
-    def close(self):
-        self.process.send_signal(signal.SIGINT)
-        code = self.process.wait(timeout=60)
-        self.log.close()
-        return code
 
 
 @pytest.fixture(scope="module")
@@ -122,10 +63,6 @@ def greedy(stock, prompt):
         return stock.generate(ids, max_new_tokens=NEW, do_sample=False, eos_token_id=None)[0, len(prompt) :].tolist()
 
 
-def tokens(answer):
-    return answer["choices"][0]["token_ids"]
-
-
 def refused(call):
     with pytest.raises(urllib.error.HTTPError) as raised:
         call()
@@ -141,14 +78,7 @@ def test_clients_at_the_same_time_get_their_own_answers(server, stock):
 
 def test_a_stream_is_the_whole_answer_in_pieces(server, stock):
     (text,) = prompts(100, seed=6)
-    body = {"model": server.name, "prompt": text, "max_tokens": NEW, "temperature": 0, "stream": True,
-            "ignore_eos": True, "return_token_ids": True}  # fmt: skip
-    headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(f"{server.url}/completions", data=json.dumps(body).encode(), headers=headers)
-    with urllib.request.urlopen(request, timeout=120) as answer:
-        lines = [line[6:] for line in answer.read().decode().splitlines() if line.startswith("data: ")]
-    assert lines[-1] == "[DONE]"
-    pieces = [json.loads(line)["choices"][0]["token_ids"] or [] for line in lines[:-1]]
+    pieces = server.stream(text)
     assert len(pieces) > 1
     assert [token for piece in pieces for token in piece] == greedy(stock, text)
 
@@ -252,7 +182,7 @@ def test_a_full_cache_makes_requests_wait_and_a_killed_engine_ends_the_server(fo
         os.kill(engine, signal.SIGKILL)
     assert server.process.wait(timeout=120) != 0
     server.log.close()
-    assert "error: vLLM ended by itself (exit code" in log.read_text()
+    assert "error: vLLM exited by itself (exit code" in log.read_text()
 
 
 def test_a_killed_worker_ends_the_server(folder, tmp_path):
@@ -265,7 +195,7 @@ def test_a_killed_worker_ends_the_server(folder, tmp_path):
         os.kill(worker, signal.SIGKILL)
     assert server.process.wait(timeout=120) != 0
     server.log.close()
-    assert "error: vLLM ended by itself (exit code" in log.read_text()
+    assert "error: vLLM exited by itself (exit code" in log.read_text()
 
 
 def test_a_refusal_of_the_engine_is_the_last_that_is_said(folder, tmp_path):
@@ -275,5 +205,5 @@ def test_a_refusal_of_the_engine_is_the_last_that_is_said(folder, tmp_path):
     with pytest.raises(AssertionError):
         Server(folder, log, "--context", str(CONTEXT), "--vllm=enforce-eager", override)
     *_, error, hint = log.read_text().splitlines()
-    assert error == "error: the model that vLLM builds is not under the law that `rpe3d serve` says it is"
+    assert error == "error: the model that vLLM builds is not under the law that `rpe3d serve` announced"
     assert hint.startswith("hint: leave out options that replace the model or its config")

@@ -3,32 +3,15 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed; `make test-serve` has it")
 pytest.importorskip("peft", reason="PEFT is not installed")
 
 import peft
-from engines import answers, assert_as_transformers, engine, model, prompts
+from engines import TARGETS, answers, assert_as_transformers, engine, model, prompts, train
 
 from rpe3d import ConfigError
 from rpe3d.models.adapters import save_adapter
-
-TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"]
-
-
-def train(base):
-    """A few steps on one text, longer than plain RoPE goes: enough to change what the model says."""
-    torch.manual_seed(0)
-    made = peft.get_peft_model(base, peft.LoraConfig(r=8, lora_alpha=32, target_modules=TARGETS))
-    (text,) = prompts(100, seed=11)
-    optimizer = torch.optim.Adam((p for p in made.parameters() if p.requires_grad), lr=0.02)
-    for _ in range(5):
-        ids = torch.tensor([text])
-        made(ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return made.eval()
 
 
 @pytest.fixture(scope="module")
@@ -89,5 +72,5 @@ def test_a_base_without_the_adapter_s_law_is_refused(adapted, tmp_path):
     _, folder, _ = adapted
     model().save_pretrained(tmp_path)
     llm = engine(tmp_path, enable_lora=True, max_lora_rank=8)
-    with pytest.raises(ConfigError, match="trained under 3d-rpe, and this base is under no law"):
+    with pytest.raises(ConfigError, match="trained under 3d-rpe, but this base is not under a law"):
         llm.llm_engine.add_lora(request(folder))

@@ -46,12 +46,12 @@ def test_a_cache_that_rounds_keys(folder):
 def test_a_cache_of_another_type_than_the_model(folder):
     """vLLM starts, and its engine would end at the first text beyond plain RoPE."""
     words = refused(folder, kv_cache_dtype="bfloat16", dtype="float32")
-    assert "the cache holds keys as bfloat16, and a law needs the model's own float32" in words
+    assert "the cache holds keys as bfloat16, but a law needs the model's own float32" in words
 
 
 def test_another_version_of_vllm(folder, monkeypatch):
     monkeypatch.setattr("vllm.__version__", "0.33.1")
-    assert "vLLM is 0.33.1, and laws are tested on a CPU with 0.28, " in refused(folder)
+    assert "vLLM is 0.33.1, but laws are tested on a CPU only with 0.28, " in refused(folder)
 
 
 def test_a_law_whose_attention_is_not_there(folder, monkeypatch):
@@ -60,7 +60,7 @@ def test_a_law_whose_attention_is_not_there(folder, monkeypatch):
 
     selector._cached_get_attn_backend.cache_clear()
     monkeypatch.delitem(registry._ATTN_OVERRIDES, registry.AttentionBackendEnum.CPU_ATTN)
-    assert "3d-rpe needs attention of its own, and vLLM runs CPU_ATTN" in refused(folder)
+    assert "3d-rpe needs the attention backend of rpe3d, but vLLM runs CPU_ATTN" in refused(folder)
     selector._cached_get_attn_backend.cache_clear()
 
 

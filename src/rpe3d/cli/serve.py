@@ -1,4 +1,4 @@
-"""`rpe3d serve`: an OpenAI-compatible server (vLLM) for a model under a law, on this machine."""
+"""`rpe3d serve`: start an OpenAI-compatible server (vLLM) for a model under a law, on this machine."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ STDERR = 2  # the descriptor
 
 def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", metavar="MODEL", help="a checkpoint of `rpe3d extend`; or a model as there, with --context")
+    add("model", metavar="MODEL", help="a checkpoint from `rpe3d extend`, or with --context any model it takes")
     add("--context", metavar="N", type=size, help="target context length, e.g. 64k")
-    add("--law", help="the law, name:parameter=value, or a law file; default 3d-rpe")
+    add("--law", help="law name, name:parameter=value, or law file; default 3d-rpe")
     add_law_arguments(parser)
     add("--port", metavar="N", type=int, default=PORT, help=f"port to listen on; default {PORT}")
-    add("--host", default="127.0.0.1", help="address to listen on; default 127.0.0.1, this machine alone")
-    add("--vllm", metavar="NAME=VALUE", action="append", default=[], help="an option of vLLM's server; again for more")
+    add("--host", default="127.0.0.1", help="address to listen on; default 127.0.0.1, this machine only")
+    add("--vllm", metavar="NAME=VALUE", action="append", default=[], help="option for vLLM's server; repeatable")
 
 
 def run(arguments: Namespace) -> int:
@@ -54,7 +54,7 @@ def run(arguments: Namespace) -> int:
     url = f"http://{arguments.host}:{arguments.port}"
     say(f"starting vLLM: {summary(served.law)}")
     line = command(served, arguments.model, arguments.host, arguments.port, options)
-    # Its words to stderr, and signals of the terminal to us alone: a second one would cut its shutdown short.
+    # Its output goes to stderr, and the terminal's signals to us alone: a second one would cut its shutdown short.
     ends = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, _interrupt) for number in ends}  # nohup ignores one, and it stays so
     folder = tempfile.TemporaryDirectory(prefix="rpe3d-serve-")
@@ -66,9 +66,9 @@ def run(arguments: Namespace) -> int:
     try:
         wait_until_ready(process, url, reason, Words(read, STDERR))
         say(_curl(url, arguments.model))
-        print(f"{url}/v1", flush=True)  # last: who waits for it finds all else said
+        print(f"{url}/v1", flush=True)  # last: whoever waits for this line finds everything else printed
         code = process.wait()  # 0 also where its engine was killed
-        raise ConfigError(f"vLLM ended by itself (exit code {code})", "its own words are above; start it again")
+        raise ConfigError(f"vLLM exited by itself (exit code {code})", "see its output above, and start it again")
     except KeyboardInterrupt:
         return 0
     finally:

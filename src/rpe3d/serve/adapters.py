@@ -1,4 +1,4 @@
-"""LoRA adapters under vLLM: refused where they were trained under another law than the model's."""
+"""Refuse LoRA adapters under vLLM that were trained under another law than the model's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rpe3d.serve.refusals import told
 
 
 def install() -> None:
-    """Wrap what loads an adapter in vLLM's workers, once."""
+    """Wrap the function that loads an adapter in vLLM's workers, once."""
     from vllm.lora.utils import get_adapter_absolute_path
     from vllm.lora.worker_manager import WorkerLoRAManager
 

@@ -69,8 +69,8 @@ class Batch:
     near_tokens: slice | Tensor | None = None
     step: Step | None = None
     """Far sequences that are not in `far`."""
-    shared: dict[int, Shared] = field(default_factory=dict)
-    """Attention of the layers, for each row of the batch."""
+    shared: dict[int, Any] = field(default_factory=dict)
+    """What the layers share, for each row of the batch: `Shared`, or what a backend has in its place."""
 
 
 def served_law(engine: Any) -> Law | None:
@@ -221,16 +221,20 @@ class LawImpl:
 
     def attend_far(self, layer: Any, query: Tensor, kv_cache: Tensor, batch: Batch, output: Tensor) -> None:
         """Attend in the sequences on which the law is not plain RoPE, one by one."""
-        page = kv_cache.shape[2]
         for far in batch.far:
-            k, v = self.keys_and_values(layer, kv_cache, far.pages[: -(-far.length // page)])
-            q = query[far.tokens].transpose(0, 1)[None]
-            out = self._attend(q, k[None, :, : far.length], v[None, :, : far.length], batch, far)
-            output[far.tokens] = out[0].transpose(0, 1)
+            self.attend_one(layer, query, kv_cache, batch, far, output)
+
+    def attend_one(self, layer: Any, query: Tensor, kv_cache: Tensor, batch: Batch, far: Far, output: Tensor) -> None:
+        """Attend in one sequence: its keys are read from the pages into one piece."""
+        pages = far.pages[: -(-far.length // kv_cache.shape[2])]
+        k, v = self.keys_and_values(layer, kv_cache, pages)
+        q = query[far.tokens].transpose(0, 1)[None]
+        out = self._attend(q, k[None, :, : far.length], v[None, :, : far.length], batch, far)
+        output[far.tokens] = out[0].transpose(0, 1)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, far: Far) -> Tensor:
         assert self.law is not None
         keys = range(far.length)
         queries = keys[far.length - q.shape[2] :]
-        attend = batch.shared.setdefault(far.row, Shared())
+        attend: Shared = batch.shared.setdefault(far.row, Shared())
         return attend(q, k, v, self.law, scale=self.scale, rotated=True, query_positions=queries, key_positions=keys)[0]

@@ -1,4 +1,4 @@
-"""What a config says before vLLM reads it: dual chunk attention becomes the law that it is."""
+"""Rewrite a config before vLLM reads it: dual chunk attention becomes the law that it is."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DUAL_CHUNKS = "dual_chunk_attention_config"
 
 
 def install() -> None:
-    """Wrap vLLM's last step of reading a config, which completes its rope parameters; once."""
+    """Wrap vLLM's last step of reading a config, which completes its rope parameters, once."""
     stock = loading.patch_rope_parameters
     if hasattr(stock, "__wrapped__"):
         return
@@ -33,10 +33,10 @@ def install() -> None:
 
 
 def understand(config: Any) -> None:
-    """Write dual chunk attention as a law into a config, and take out what vLLM must not read beside a law.
+    """Write dual chunk attention as a law into a config, and remove what vLLM must not read next to a law.
 
-    vLLM had dual chunk attention until 0.11, and fails on configs that name it now. `factor` is of the scaling below
-    the law: vLLM would multiply the law's context by it.
+    vLLM had dual chunk attention until 0.11, and now fails on configs that name it. `factor` belongs to the scaling
+    below the law: vLLM would multiply the law's context by it.
     """
     dual = isinstance(getattr(config, DUAL_CHUNKS, None), Mapping) and config.model_type in FAMILIES
     if dual and carried(config) is None and (own := own_context(config)) is not None and own.law is not None:

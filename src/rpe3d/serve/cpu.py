@@ -1,4 +1,4 @@
-"""vLLM's CPU attention with laws. How its cache lays out keys depends on the processor, and is found out by trying."""
+"""vLLM's CPU attention with laws. The layout of keys in its cache depends on the processor, and is found by trying."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rpe3d.serve.refusals import told
 from rpe3d.serve.versions import instructions
 
 Reader = Callable[[Tensor], Tensor]
-"""From a part of the cache [g, pages, page · d] to [g, pages, page, d]."""
+"""Function from a part of the cache [g, pages, page · d] to [g, pages, page, d]."""
 
 
 class Builder(LawBuilder, CPUAttentionMetadataBuilder):  # type: ignore[misc]
@@ -35,7 +35,7 @@ class Builder(LawBuilder, CPUAttentionMetadataBuilder):  # type: ignore[misc]
 
 
 class Impl(LawImpl, CPUAttentionBackendImpl):  # type: ignore[misc]
-    """vLLM's CPU attention, and ours where a law is more than plain RoPE."""
+    """vLLM's CPU attention, or ours if a law is more than plain RoPE."""
 
     def keys_and_values(self, layer: Any, kv_cache: Tensor, pages: Tensor) -> tuple[Tensor, Tensor]:
         blocks, heads, page, _ = kv_cache.shape
@@ -47,7 +47,7 @@ class Impl(LawImpl, CPUAttentionBackendImpl):  # type: ignore[misc]
 
 
 class Backend(LawBackend, CPUAttentionBackend):  # type: ignore[misc]
-    """Stands in for CPU_ATTN, and is it for models without a law."""
+    """Replaces CPU_ATTN, and behaves like it for models without a law."""
 
     impl, builder = Impl, Builder
 
@@ -69,7 +69,7 @@ def _reader(held: Tensor, page: int, dim: int) -> Reader:
     """Return a reader of pages whose n-th number is number held[n] of [page, dim]."""
     order, number = held.argsort(), torch.arange(page * dim)
     if not held[order].equal(number):
-        raise ConfigError("vLLM's cache holds keys in a way that is not known", "serve with --dtype float32")
+        raise ConfigError("vLLM's cache holds keys in an unknown layout", "serve with --dtype float32")
     if order.equal(number):
         return lambda part: part.unflatten(2, (page, dim))
     if order.view(page, dim).T.flatten().equal(number):

@@ -2,16 +2,15 @@
 
 A step in which every sequence has one new token is one set of launches over pages, for all of them, whatever their
 lengths: nothing is read from the device, so vLLM captures the whole step in a CUDA graph. Batches with a prompt in them
-run in pieces around attention, as vLLM does it: of a prompt's piece the keys are read together and `rpe3d.attention`
-runs, sequences that decode beside it share the launches of a step. Laws without a kernel over pages (`leaky-rerope`,
-short chunks, a chosen far field whose blocks do not divide a page) decode one sequence after the other, outside of
-graphs.
+run in pieces around attention, as vLLM does it: a prompt's piece is a FlashAttention call for each region of the law
+(`prompt`), or `rpe3d.attention` over keys that are read together; sequences that decode beside it share the launches of
+a step. Laws without a kernel over pages (`leaky-rerope`, short chunks, a chosen far field whose blocks do not divide a
+page) decode one sequence after the other, outside of graphs.
 
 With a chosen far field, pages also hold summaries of their blocks (`kept`), which every forward brings up to date
 before it attends.
 
-`make test-serve-gpu` tests all of it but a law's temperature, which has not run on a GPU; what has, and how it was held
-to transformers, is in docs/guides/serve.md.
+`make test-serve-gpu` tests it against transformers; what has run on a GPU so far is in docs/guides/serve.md.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
@@ -30,12 +30,28 @@ from vllm.v1.attention.backends.flash_attn import (
 
 from rpe3d.attention.chosen import law_refusal
 from rpe3d.attention.chosen import paged as chosen
-from rpe3d.attention.decode import paged
+from rpe3d.attention.decode import MOST_QUERIES, paged
+from rpe3d.attention.decode.loop import _processors
 from rpe3d.attention.lowering import plan
 from rpe3d.attention.problem import sharpened
 from rpe3d.geometry import Law
-from rpe3d.serve import kept
-from rpe3d.serve.backend import Batch, LawBackend, LawBuilder, LawImpl, Step, index, served_law
+from rpe3d.serve import kept, prompt
+from rpe3d.serve.backend import Batch, Far, LawBackend, LawBuilder, LawImpl, Step, index, served_law
+
+logger = init_logger("vllm.plugins.rpe3d")
+TRIALS: dict[Any, str | None] = {}
+"""What trials of FlashAttention's calls found in this process, by law, page and heads: a fault, or None."""
+FLASH = 3
+"""The version of FlashAttention that runs prompts, for Hopper GPUs. Other versions have not been tried."""
+
+
+def flash_attention(query: Tensor, *stored: Tensor, **given: Any) -> Any:
+    """Call vLLM's FlashAttention 3, as vLLM does: dimensions of size 1 must have the strides of others."""
+    from vllm.utils.torch_utils import canonicalize_singleton_dim_strides
+    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
+
+    keys, values = (canonicalize_singleton_dim_strides(one) for one in stored)
+    return flash_attn_varlen_func(query, keys, values, **given, fa_version=FLASH)
 
 
 def has_kernel(law: Law, spec: Any) -> bool:
@@ -125,6 +141,7 @@ class Impl(LawImpl, FlashAttentionImpl):  # type: ignore[misc]
         engine = get_current_vllm_config()
         Backend.law = served_law(engine)
         self.sequences = 0 if self.law is None else int(engine.scheduler_config.max_num_seqs)
+        self.flash = getattr(self, "vllm_flash_attn_version", None) == FLASH
 
     def caches(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values as [pages, page, g, d]."""
@@ -191,6 +208,37 @@ class Impl(LawImpl, FlashAttentionImpl):  # type: ignore[misc]
             layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
         )
         return done
+
+    def attend_one(self, layer: Any, query: Tensor, kv_cache: Tensor, batch: Batch, far: Far, output: Tensor) -> None:
+        made = batch.shared.get(far.row)
+        page, count = kv_cache.shape[2], far.tokens.stop - far.tokens.start
+        if made is None and count > MOST_QUERIES and self.runs_prompts(query, page, count, far.length):
+            assert self.law is not None
+            pages = far.pages[: -(-far.length // page)]
+            queries, processors = range(far.length - count, far.length), _processors(query.device)
+            made = prompt.Prompt(self.law, queries, pages, page, flash_attention, processors=processors)
+            batch.shared[far.row] = made
+        if isinstance(made, prompt.Prompt):
+            made(query[far.tokens], *self.caches(kv_cache), output[far.tokens], self.scale)
+        else:
+            super().attend_one(layer, query, kv_cache, batch, far, output)
+
+    def runs_prompts(self, query: Tensor, page: int, rows: int, keys: int) -> bool:
+        """Return whether FlashAttention runs a piece of so many rows and keys under the law, over such pages.
+
+        The first call tries it (`prompt.fault`). If the trial fails, the reason is logged and `rpe3d.attention` runs
+        prompts instead.
+        """
+        law = self.law
+        if law is None or not self.flash or prompt.refusal(law, page, rows, keys) is not None:
+            return False
+        given = {"heads": self.num_heads, "groups": self.num_kv_heads, "dtype": query.dtype, "device": query.device}
+        key = (law.json, page, *given.values())
+        if key not in TRIALS:
+            TRIALS[key] = prompt.fault(law, page, **given, flash=flash_attention)
+            if TRIALS[key] is not None:
+                logger.warning("FlashAttention %d does not run prompts under %s: %s", FLASH, law.name, TRIALS[key])
+        return TRIALS[key] is None
 
     def attend_far(self, layer: Any, query: Tensor, kv_cache: Tensor, batch: Batch, output: Tensor) -> None:
         super().attend_far(layer, query, kv_cache, batch, output)

@@ -1,4 +1,4 @@
-"""What `extend` would write into a model's config, found without its weights."""
+"""Find what `extend` would write into a model's config, without its weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rpe3d.serve.checks import FAMILIES, family_refusal
 
 
 def law_entry(config: Any, law: str, context: int, parameters: dict[str, Any]) -> dict[str, Any]:
-    """Return what changes in a stock config under a law: rope parameters and positions, from a model of one layer."""
+    """Return what changes in a stock config under a law (rope parameters and positions), from a model of one layer."""
     from transformers import AutoModelForCausalLM
 
     from rpe3d.models import extend

@@ -1,7 +1,7 @@
-"""Room in vLLM's pages for what a chosen far field keeps of them, behind their keys and values.
+"""Room in vLLM's pages for what a chosen far field keeps about them, behind their keys and values.
 
-vLLM asks an attention backend how large a page is before it counts how many fit into memory, so this room is accounted
-for as keys and values are. `rpe3d.attention.chosen.paged` says what is kept there, and why it stays right.
+vLLM asks an attention backend for the size of a page before it counts how many fit into memory, so this room is
+accounted for like keys and values. `rpe3d.attention.chosen.paged` says what is kept there, and why it stays right.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rpe3d.geometry import Law
 
 
 def layout(law: Law, spec: Any) -> Layout | None:
-    """Return where a law keeps what in pages like these; None where they have no room, or no kernel runs it."""
+    """Return the layout of what a law keeps in these pages; None if they have no room, or no kernel runs the law."""
     if spec.head_size_v != spec.head_size or refusal(law, spec.block_size, spec.head_size):
         return None
     found = Layout.of(law, spec.block_size, spec.head_size)
@@ -25,9 +25,10 @@ def layout(law: Law, spec: Any) -> Layout | None:
 
 
 def with_room(law: Law | None, spec: Any, sizes: list[Any]) -> Any:
-    """Return a layer's pages with room for what a law keeps, where kernels over pages run the law.
+    """Return a layer's pages with room for what a law keeps, if the paged kernels run the law.
 
-    sizes: of pages that vLLM's kernels take. It splits others, and pages with room behind their keys cannot be split.
+    `sizes` are the page sizes that vLLM's kernels take. vLLM splits others, and pages with room behind their keys
+    cannot be split.
     """
     whole = any(
         spec.block_size % size.base == 0 if isinstance(size, MultipleOf) else spec.block_size == size for size in sizes

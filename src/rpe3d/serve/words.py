@@ -1,4 +1,4 @@
-"""What vLLM prints, passed on as it comes; and the error in it that says why an engine did not start."""
+"""Pass on vLLM's output as it comes, and find the error in it that says why an engine did not start."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from threading import Thread
 
 ERROR = re.compile(r"(?:^|\] )((?:\w+\.)*\w*(?:Error|Exception): .+)", re.M)
 ELSEWHERE = "See root cause above"
-"""In the last error that vLLM prints: the cause is an earlier one."""
+"""Part of the last error that vLLM prints: the cause is an earlier one."""
 LONGEST = 220
-"""Letters of an error that are repeated."""
+"""Maximum characters of an error that are repeated."""
 
 
 def cause(said: str) -> str:
-    """Return the last error in vLLM's words that is itself a cause, cut to whole sentences; empty without one."""
+    """Return the last error in vLLM's output that is itself a cause, cut to whole sentences; empty without one."""
     found: list[str] = [text for text in ERROR.findall(said) if ELSEWHERE not in text]
     if not found or len(found[-1]) <= LONGEST:
         return found[-1].strip() if found else ""
@@ -44,10 +44,10 @@ class Words:
         os.close(pipe)
 
     def forget(self) -> None:
-        """Keep nothing from here on: what a server says later is not why it did not start."""
+        """Keep nothing from here on: later output of a server does not explain why it did not start."""
         self.kept = None
 
     def cause(self) -> str:
-        """Return why a process that has ended did not start, as far as it said so."""
+        """Return why a process that has ended did not start, as far as its output says."""
         self.thread.join(timeout=5)  # processes that it left behind may hold the pipe open
         return cause(bytes(self.kept or b"").decode("utf-8", errors="replace"))
