@@ -4,6 +4,7 @@
     python benchmarks/choosing.py --model default --text FILE --length 32k --out DIR --only "mean of 16,all keys"
     python benchmarks/choosing.py --model default --passkeys 20 --length 16k --out DIR --only "all keys" --through
     python benchmarks/choosing.py --model default --text FILE --length 16k --out DIR --only published
+    python benchmarks/choosing.py --model default --text FILE --length 12k --out DIR --only rests --text-tokens 2048
 
 A prefix with four needles in it is read once under `3d-rpe`, which attends to every far key. Probes follow: the next
 tokens of the text, three passages of the prefix, four questions. A probe sees the prefix and itself, and each of its
@@ -13,7 +14,15 @@ are prompts of `rpe3d compare`, one key to a prefix. Vectors of probes are float
 faded`, which is the law itself; their standard error is over texts, or passkeys. Writes choosing-<model>.csv after
 every text, and keeps rows of other lengths and ways. Beside it, choosing-<model>-windows.csv has the numbers of each
 text and passkey: the same command at the same commit resumes after them. At the end, the differences to the way that
-ships are shown with 95 % intervals. `--only published` measures that way and the published ones.
+ships are shown with 95 % intervals. `--only published` measures that way and the published ones, `--only rests` those
+that also see something of the blocks that they do not choose.
+
+`far_nats` is the mean loss of the key tokens of the text probes, by the rule of LongPPL (arXiv 2410.23771): those that
+near keys alone (and the first block) make less likely than the whole text does by more than 2 nats, and that the whole
+text makes likely, with less than 2 nats. The model itself finds them, under `all keys` and `all keys + faded`: the
+lower loss of the two counts. So these two are favoured, since a token on which one of them was lucky is a key token,
+and so, a little, are ways that resemble them. The tokens of a text are the same for all ways. It is measured where a
+run has these three ways; a text with more key tokens counts more (`far_n`), and intervals are those of a ratio of sums.
 """
 
 from __future__ import annotations
@@ -26,7 +35,7 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +48,7 @@ from rpe3d.attention import attention
 from rpe3d.cli.arguments import size
 from rpe3d.config import ConfigError, choice
 from rpe3d.evaluate.paired import Difference, mean_difference, paired_shares
+from rpe3d.evaluate.tasks.longppl import is_key
 from rpe3d.evaluate.tasks.retrieval import QUESTION as ASKED
 from rpe3d.evaluate.tasks.retrieval import make_passkey
 from rpe3d.evaluate.texts import Text, read_texts
@@ -49,7 +59,22 @@ from rpe3d.models.load import load
 from rpe3d.rotation import cos_sin, rotate
 from rpe3d.text import encode, opening
 from stamp import COLUMNS, stamp
-from ways import ALL, PUBLISHED, SHIPS, SUMMARIES, WAYS, Way, nsa, representatives, spans, votes_for_keys
+from ways import (
+    ALL,
+    FINDERS,
+    NEAR,
+    PUBLISHED,
+    RESTS,
+    SHIPS,
+    SUMMARIES,
+    WAYS,
+    Way,
+    nsa,
+    odd,
+    representatives,
+    spans,
+    votes_for_keys,
+)
 
 TEXT, COPY, SHOWN = 512, 160, 24  # tokens of text, of a passage, and of a passage before its nats count
 NEEDLES, PASSAGES, SPREAD = (0.08, 0.25, 0.42, 0.59), (0.03, 0.17, 0.34), 0.02  # places, as parts of the prefix
@@ -58,17 +83,18 @@ NEEDLE = "\nOne of the special magic numbers for {} is: {}.\n"
 ABOUT = "the special magic number for {} mentioned in the text above"
 QUESTION = f"\n\nQuestion: What is {ABOUT}?\nAnswer: The{ABOUT[3:]} is:"
 PIECE = 16384  # tokens of the prefix in one forward
+TILE = 512  # queries of one mask
 EARLIER = 0.8  # weight of each earlier query, of the one after it
 WITNESSES, WITNESS, CENTRE = 16, 0.9, 2048  # last keys that vote, weight of each earlier one, keys whose mean is 0
 LEAST = math.log(1e-30)  # log-share of a block below which only the witnesses tell blocks apart
 BARE = Turn(stride=0.0)  # turns a vector back to what it was before RoPE
 SEED = 70_000  # of the first passkey; those of the results begin at 0
-KINDS = ("text", "copy", "needle", "passkey")
+KINDS = ("text", "copy", "needle", "passkey", "far")
 DIFFERENCES = tuple(f"{kind}_{what}" for kind in KINDS for what in ("diff", "se"))
 NUMBERS = ("model", "length", "way", "texts", *(f"{kind}_nats" for kind in KINDS), "found", "needles")
 PASSKEYS = ("passkeys", "passkeys_told", "passkeys_all", "passkeys_n")  # answered; their digits; by all keys; of
-FIELDS = (*COLUMNS, *NUMBERS, *DIFFERENCES, "found_all", "prefix", *PASSKEYS)
-COUNTS = ("found", "passkeys", "told")
+FIELDS = (*COLUMNS, *NUMBERS, *DIFFERENCES, "found_all", "prefix", *PASSKEYS, "far_n")
+COUNTS = ("found", "passkeys", "told", "far_n")
 ORIGIN = (*COLUMNS, "model", "length", "prefix")
 EACH = (*ORIGIN, "excerpt", "way", *KINDS, *COUNTS)  # of a text or a passkey under a way
 
@@ -172,7 +198,7 @@ class Study:
         place = torch.cat([torch.arange(first, start, device=q.device), position])
         mine = torch.cat([place.new_ones(len(self.probe), start - first), self.probe == self.probe[:, None]], 1).bool()
         seen = mine & (place <= position[:, None]) & (place >= edge)
-        near_out, near_log = attend_seen(q, k[:, first:], v[:, first:], seen[None, None])
+        near_out, near_log = attend_blocks(q, k[:, first:], v[:, first:], seen[None], seen)
         if not last:
             return near_out, near_log
 
@@ -180,7 +206,8 @@ class Study:
         fade = region.fade if way.faded else None
         sharpness = 1.0 if fade is None else fade.sharpness(position).float()[:, None]
         far_q, far_k = self.turned(q, position, region.query), self.turned(k[:, :last], keys, region.key)
-        picked = (keys[:: way.block] < edge)[None]
+        far = keys[:: way.block] < edge
+        picked = far[None]
         if way.summary == "spans":
             visible = self.spans(way, q, k[:, :last], keys < edge)[None, None]
         elif way.summary:
@@ -205,15 +232,64 @@ class Study:
             if way.part:
                 votes = self.aimed(replace(way, aim=math.inf), q, k, picked[0])
                 best |= self.first_and_best(way, votes.masked_fill(~picked, -torch.inf), way.part)
+            if way.coarse:
+                best |= self.coarse(way, q, k, keys, edge)
             picked = picked & best
-        if way.summary != "spans":
-            visible = picked[:, None].repeat_interleave(way.block, -1)
-        far_out, far_log = attend_seen(far_q * sharpness, far_k, v[:, :last], visible)
+        if way.summary == "spans":
+            far_out, far_log = attend_seen(far_q * sharpness, far_k, v[:, :last], visible)
+        else:
+            far_out, far_log = attend_blocks(far_q * sharpness, far_k, v[:, :last], picked, far)
         if fade is not None:  # as rpe3d.attention.reference has it
             eased, loss = fade.shift(position).float()
             far_log = far_log - eased * far_log - loss
-        share = torch.sigmoid(far_log - near_log)[..., None]
-        return (1 - share) * near_out + share * far_out, torch.logaddexp(near_log, far_log)
+        seen_out, seen_log = merged(near_out, near_log, far_out, far_log)
+        if not way.rest:
+            return seen_out, seen_log
+        return merged(seen_out, seen_log, *self.rest(way, far_q, far_k, k[:, :last], v[:, :last], picked, far))
+
+    def coarse(self, way: Way, q: Tensor, k: Tensor, keys: Tensor, edge: Tensor) -> Tensor:
+        """Return which blocks [g, t, m] lie in larger ones that are chosen by the same rule."""
+        large = replace(way, block=way.coarse, lead=way.coarse // 2, wide=way.coarse * 3 // 2)
+        far = keys[:: large.block] < edge
+        votes = self.aimed(large, q, k, far).masked_fill(~far, -torch.inf)
+        return self.first_and_best(large, votes, 1.0).repeat_interleave(large.block // way.block, -1)
+
+    def rest(
+        self, way: Way, far_q: Tensor, far_k: Tensor, k: Tensor, v: Tensor, picked: Tensor, far: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return attention of the probes to what they see of far blocks [t, m] that are not picked, and its log-sum.
+
+        `far_q` and `far_k` stand where bounded positions have them, `k` where stock RoPE does. The law's fade is that
+        of the rest alone: together it weighs (Σ e^{τ s})^{1/τ} (R / p)^fade, times e^plus.
+        """
+        fade, position, left = self.law.regions[-1].fade, self.start + self.within, far & ~picked
+        if way.sharp is not None:
+            fade = replace(fade, focus=way.sharp * fade.focus)
+            far_q = far_q * fade.sharpness(position).float()[:, None]
+        if way.rest == "keys":
+            out, log = attend_blocks(far_q, far_k, v, left, far)
+        else:
+            one_k, one_v = self.one_of_each(way, far_k, k, v)
+            out, log = attend_blocks(far_q, one_k, one_v, left, far)
+            log = log + math.log(way.block)
+        if way.sharp is not None:
+            eased, loss = fade.shift(position).float()
+            log = log - eased * log - loss
+        some = left.any(-1)[:, None]  # where as many blocks are chosen as there are none is left
+        return torch.where(some[..., None], out, 0.0), torch.where(some, log + way.plus, -torch.inf)
+
+    def one_of_each(self, way: Way, far_k: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the key and the value [g, m, d] that stand for each far block, as `ways.PARTS` has it."""
+        blocks, values = (x.unflatten(1, (-1, way.block)) for x in (far_k, v))
+        if way.rest == "mean":
+            return blocks.mean(2), values.mean(2)
+        keys = torch.arange(k.shape[1], device=k.device)
+        bare = self.turned(k, keys, BARE).unflatten(1, (-1, way.block))
+        if way.rest == "middle":  # a block lies within a chunk, so the mean of its angles is that of its middle
+            middle = self.law.regions[-1].key.angle(keys, self.theta).unflatten(0, (-1, way.block)).mean(1)
+            return self.by_angle(bare.mean(2), middle), values.mean(2)
+        index = odd(bare)[:, :, None, None]
+        return blocks.take_along_dim(index, 2)[:, :, 0], values.take_along_dim(index, 2)[:, :, 0]
 
     def near_blocks(self, way: Way, q: Tensor, k: Tensor, seen: Tensor, place: Tensor) -> Tensor:
         """Return the log-sum-exp [g, n, t] of q · mean key over the complete near blocks that a query sees."""
@@ -324,7 +400,11 @@ class Study:
 
     def turned(self, x: Tensor, position: Tensor, turn: Turn) -> Tensor:
         """Turn vectors [..., t, d] that stock RoPE has rotated to where `turn` wants them."""
-        cos, sin = cos_sin(turn.angle(position, self.theta, stock=True))
+        return self.by_angle(x, turn.angle(position, self.theta, stock=True))
+
+    def by_angle(self, x: Tensor, angle: Tensor) -> Tensor:
+        """Turn vectors [..., t, d] by angles of each plane."""
+        cos, sin = cos_sin(angle)
         flat = x.flatten(0, -3)[None]
         return rotate(flat, None, cos, sin, interleaved=self.interleaved)[0].view_as(x)
 
@@ -345,6 +425,27 @@ def attend_seen(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> tuple[Tensor, 
     return torch.einsum("gnts,gse->gnte", scores.softmax(-1), v), scores.logsumexp(-1)
 
 
+def attend_blocks(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, may: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `attend_seen` for blocks of keys [*, t, m], of which others than those that `may` be [t, m] never are.
+
+    Some queries at a time, with the keys that any of them may see: a mask for all takes as long as attention does.
+    """
+    k, v = (x.unflatten(1, (may.shape[1], -1)) for x in (k, v))
+    parts = []
+    for some, mine, use in zip(q.split(TILE, 2), seen.split(TILE, 1), may.split(TILE, 0), strict=True):
+        used = use.any(0)
+        keys = mine[:, None, :, used, None].expand(-1, -1, -1, -1, k.shape[2]).flatten(3)
+        parts.append(attend_seen(some, k[:, used].flatten(1, 2), v[:, used].flatten(1, 2), keys))
+    out, log = (torch.cat(part, 2) for part in zip(*parts, strict=True))
+    return out, log
+
+
+def merged(out: Tensor, log: Tensor, more_out: Tensor, more_log: Tensor) -> tuple[Tensor, Tensor]:
+    """Return attention to two sets of keys together, and its log-sum, from that to each; the second may be empty."""
+    share = torch.sigmoid(more_log - log)[..., None]
+    return (1 - share) * out + share * more_out, torch.logaddexp(log, more_log)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Probe:
     """Tokens that follow the prefix; the nats of those from `skip` on count, and never that of the first."""
@@ -355,11 +456,11 @@ class Probe:
 
 
 def prefix_and_probes(
-    tokenizer: Any, text: Text, length: int, window: int, draw: random.Random
+    tokenizer: Any, text: Text, length: int, window: int, draw: random.Random, tokens: int = TEXT
 ) -> tuple[list[int], list[Probe]]:
     """Return a text's first tokens with four needles among them, and the probes that follow."""
-    ids = [*opening(tokenizer), *encode(tokenizer, text.content[: 8 * (length + TEXT)])]
-    following = min(TEXT, window)
+    ids = [*opening(tokenizer), *encode(tokenizer, text.content[: 8 * (length + tokens)])]
+    following = min(tokens, window)
     if len(ids) < length + following:
         raise ConfigError(f"{text.name} has {len(ids)} tokens, not {length + following}", "give a longer --text")
     magic = {word: str(draw.randrange(10**6, 10**7)) for word in draw.sample(WORDS, len(NEEDLES))}
@@ -388,19 +489,51 @@ def passkey_and_probe(tokenizer: Any, length: int, depth: float, seed: int) -> t
     return prompt[: -len(question)], [probe]
 
 
-def measure(study: Study, probes: Sequence[Probe], way: Way) -> dict[str, float]:
+Answers = Sequence[tuple[Tensor, Tensor]]  # of `Study.nats`
+
+
+def measure(probes: Sequence[Probe], answers: Answers, keys: Tensor | None = None) -> dict[str, float]:
     """Return the mean nats of each kind of probe under a way, and how many needles and passkeys were found.
 
-    `told`: passkeys whose digits were found, also where the model would rather have begun with another word.
+    `told`: passkeys whose digits were found, also where the model would rather have begun with another word. `far`: the
+    mean nats of the text's key tokens, if there are any.
     """
     nats: dict[str, list[float]] = {}
     counts = dict.fromkeys(COUNTS, 0)
-    for probe, (each, hit) in zip(probes, study.nats([probe.ids for probe in probes], way), strict=True):
+    for probe, (each, hit) in zip(probes, answers, strict=True):
         nats.setdefault(probe.kind, []).append(float(each[probe.skip - 1 :].mean()))
         counts["found"] += probe.kind == "needle" and bool(hit[probe.skip - 1 :].all())
         counts["passkeys"] += probe.kind == "passkey" and bool(hit[probe.skip - 1 :].all())
         counts["told"] += probe.kind == "passkey" and bool(hit[probe.skip :].all())
+        if probe.kind == "text" and keys is not None and bool(keys.any()):
+            nats["far"] = [float(each[keys].mean())]
+            counts["far_n"] = int(keys.sum())
     return {kind: statistics.fmean(values) for kind, values in nats.items()} | counts
+
+
+def key_tokens(near: Tensor, full: Sequence[Tensor]) -> Tensor:
+    """Return which tokens need the far text, by their nats with near keys and under each way that finds them."""
+    return is_key(torch.stack([*full]).amin(0), near)
+
+
+def parts_of_mean(numbers: Sequence[tuple[int, float]]) -> list[float]:
+    """Return numbers whose mean is that of (n, x) weighted by n, and whose spread is that of this ratio of sums.
+
+    As `rpe3d.evaluate.paired.key_difference` has it; x itself where all n are equal.
+    """
+    total = sum(n for n, _ in numbers)
+    mean = math.fsum(n * x for n, x in numbers) / total
+    return [mean + len(numbers) * n * (x - mean) / total for n, x in numbers]
+
+
+def of_kind(kind: str, mine: Sequence[Mapping[str, float]], base: Sequence[Mapping[str, float]]) -> list[list[float]]:
+    """Return the nats of a kind that a way has on some prefixes, and how much more than another on the same ones."""
+    both = [
+        (int(a["far_n"]) if kind == "far" else 1, a[kind], b[kind])
+        for a, b in zip(mine, base, strict=True)
+        if kind in a
+    ]
+    return [parts_of_mean([(n, a) for n, a, _ in both]), parts_of_mean([(n, a - b) for n, a, b in both])]
 
 
 def row(way: str, mine: Sequence[Mapping[str, float]], base: Sequence[Mapping[str, float]]) -> dict[str, Any]:
@@ -408,12 +541,11 @@ def row(way: str, mine: Sequence[Mapping[str, float]], base: Sequence[Mapping[st
     made: dict[str, Any] = {"way": way}
     many = {kind: sum(kind in one for one in mine) for kind in KINDS}
     for kind in (kind for kind in KINDS if many[kind]):
-        pairs = [(a[kind], b[kind]) for a, b in zip(mine, base, strict=True) if kind in a]
-        differences = [a - b for a, b in pairs]
-        made[f"{kind}_nats"] = round(statistics.fmean(a for a, _ in pairs), 4)
+        values, differences = of_kind(kind, mine, base)
+        made[f"{kind}_nats"] = round(statistics.fmean(values), 4)
         made[f"{kind}_diff"] = round(statistics.fmean(differences), 4)
-        if len(pairs) > 1:
-            made[f"{kind}_se"] = round(statistics.stdev(differences) / math.sqrt(len(pairs)), 4)
+        if len(values) > 1:
+            made[f"{kind}_se"] = round(statistics.stdev(differences) / math.sqrt(len(values)), 4)
     sums = {name: (sum(one[name] for one in mine), sum(one[name] for one in base)) for name in ("found", "passkeys")}
     if many["text"]:
         made |= {"texts": many["text"], "needles": len(NEEDLES) * many["text"]}
@@ -421,6 +553,8 @@ def row(way: str, mine: Sequence[Mapping[str, float]], base: Sequence[Mapping[st
     if many["passkey"]:
         made |= dict(zip(("passkeys", "passkeys_all"), sums["passkeys"], strict=True))
         made |= {"passkeys_told": sum(one["told"] for one in mine), "passkeys_n": many["passkey"]}
+    if many["far"]:
+        made["far_n"] = sum(int(one["far_n"]) for one in mine)
     return made
 
 
@@ -445,7 +579,7 @@ def read_each(path: Path, origin: Mapping[str, str]) -> dict[tuple[str, str], di
     with path.open(newline="") as file:
         mine = [one for one in csv.DictReader(file) if all(one[name] == origin[name] for name in ORIGIN)]
     return {
-        (one["excerpt"], one["way"]): {kind: float(one[kind]) for kind in KINDS if one[kind]}
+        (one["excerpt"], one["way"]): {kind: float(one[kind]) for kind in KINDS if one.get(kind)}
         | {name: int(one[name]) for name in COUNTS}
         for one in mine
     }
@@ -465,9 +599,8 @@ def append(path: Path, numbers: Mapping[str, Any]) -> None:
 def differences(mine: Sequence[Mapping[str, float]], base: Sequence[Mapping[str, float]]) -> dict[str, Difference]:
     """Return how much more nats of each kind a way has than another on the same excerpts, and the share of passkeys."""
     made: dict[str, Difference] = {}
-    for kind in KINDS:
-        pairs = [a[kind] - b[kind] for a, b in zip(mine, base, strict=True) if kind in a]
-        made |= {kind: mean_difference(pairs)} if pairs else {}
+    for kind in (kind for kind in KINDS if any(kind in one for one in mine)):
+        made[kind] = mean_difference(of_kind(kind, mine, base)[1])
     answered = [a["passkeys"] - b["passkeys"] for a, b in zip(mine, base, strict=True) if "passkey" in a]
     return made | ({"answered": paired_shares(answered)} if answered else {})
 
@@ -502,8 +635,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for the CSV")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of the model; default as `rpe3d compare`")
     parser.add_argument("--only", default=",".join(WAYS), help="ways to measure, with commas between; default all")
+    parser.add_argument("--text-tokens", type=size, default=TEXT, help="tokens of the text probe; default %(default)s")
     given = parser.parse_args()
-    names = [way.name for way in (SHIPS, *PUBLISHED)] if given.only == "published" else given.only.split(",")
+    sets = {"published": (SHIPS, *PUBLISHED), "rests": RESTS}
+    names = [way.name for way in sets[given.only]] if given.only in sets else given.only.split(",")
     chosen = {ALL.name: ALL} | {name: WAYS[choice("way", name, WAYS)] for name in names}
     if not given.text and given.passkeys < 1:
         raise ConfigError("there is nothing to read", "give --text or --passkeys")
@@ -512,10 +647,11 @@ def main() -> None:
     model: Any = loaded.model
     name = Path(loaded.source).name.removesuffix(".gguf")
     shape = facts(model)
-    law: Any = make_law("3d-rpe", context=max(shape["pretrained"], given.length + 2 * TEXT), **shape)
+    law: Any = make_law("3d-rpe", context=max(shape["pretrained"], given.length + TEXT + given.text_tokens), **shape)
     draw = random.Random(0)
     excerpts = [
-        (text.name, *prefix_and_probes(loaded.tokenizer, text, given.length, law.window, draw)) for text in texts
+        (text.name, *prefix_and_probes(loaded.tokenizer, text, given.length, law.window, draw, given.text_tokens))
+        for text in texts
     ]
     for i in range(given.passkeys):
         depth = (i + 0.5) / given.passkeys
@@ -535,10 +671,18 @@ def main() -> None:
         missing = {label: way for label, way in chosen.items() if (title, label) not in known}
         if missing and not given.through:
             study.read(prefix)
-        for label, way in missing.items():
+
+        @cache
+        def answers(way: Way, prefix: Sequence[int] = prefix, probes: Sequence[Probe] = probes) -> Answers:
             if given.through:
-                study.read(prefix, None if label == ALL.name else way)
-            known[title, label] = measure(study, probes, way)
+                study.read(prefix, None if way == ALL else way)
+            return study.nats([probe.ids for probe in probes], way)
+
+        keys = None
+        if missing and probes[0].kind == "text" and all(way.name in chosen for way in (NEAR, *FINDERS)):
+            keys = key_tokens(answers(NEAR)[0][0], [answers(way)[0][0] for way in FINDERS])
+        for label, way in missing.items():
+            known[title, label] = measure(probes, answers(way), keys)
             append(path, origin | {"excerpt": title, "way": label} | known[title, label])
         for label in chosen:
             results[label].append(known[title, label])

@@ -2,12 +2,13 @@
 
 Four are published: Quest (`bounds`), NSA, InfLLM (`representatives`) and ReAttention (`spans`). `PUBLISHED` gives each
 the number of far keys, the first keys and the positions of the way that ships, so that they differ in the choice alone.
+`RESTS` choose as the way that ships does, and let a query see something of the far blocks that it did not choose, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 
@@ -39,6 +40,10 @@ class Way:
     first: int = 0  # first keys whose blocks are always seen, as `Choice` has it; 0: the first block
     centred: bool = True  # take the mean key out of it
     faded: bool = False  # fade far keys as the law does
+    coarse: int = 0  # with `aim`: also choose blocks of this many keys, with as many keys again
+    rest: str = ""  # of PARTS: what is seen of far blocks that are not chosen; `""`: nothing
+    plus: float = 0.0  # added to the scores of the rest
+    sharp: float | None = None  # the rest fades as the law has it, with this much of its focus; None: it does not
 
     @property
     def name(self) -> str:
@@ -61,6 +66,10 @@ class Way:
             f"first {self.first}": self.first,
             "uncentred": not self.centred,
             "faded": self.faded,
+            f"coarse {self.coarse}": self.coarse,
+            f"rest {self.rest}": self.rest,
+            f"plus {self.plus:g}": self.plus,
+            f"rest faded x{self.sharp or 0:g}": self.sharp is not None,
         }
         first = f"{self.summary if self.keys else 'first'} of {self.block}" if self.summary else "all keys"
         return " + ".join([first, *(text for text, true in said.items() if true)])
@@ -76,12 +85,24 @@ PUBLISHED = (
     Way(summary="spans", block=32, first=128),  # ReAttention
     Way(summary="spans", block=32, ahead=True, first=128),
 )
+NEAR = Way(summary="mean", block=16, keys=0.0)  # near keys, and the first block, on which models rest their attention
+RESTS = (
+    NEAR,
+    Way(),
+    SHIPS,
+    replace(SHIPS, keys=2.0),
+    replace(SHIPS, coarse=128),
+    *(replace(SHIPS, rest="keys", sharp=1.0, plus=plus) for plus in (0.0, -1.0, -2.0)),
+    *(replace(SHIPS, rest="mean", plus=plus) for plus in (0.0, 1.0)),
+    replace(SHIPS, rest="middle"),
+    *(replace(SHIPS, rest="odd", plus=plus) for plus in (0.0, -2.0)),
+)
 
 
 def ways() -> dict[str, Way]:
     """Return every way that taught something, by its name."""
-    made = [Way(faded=True), Way(), Way(summary="mean", block=16, keys=0.0)]
-    made += [*PUBLISHED, *(Way(summary=summary) for summary in SUMMARIES)]
+    made = [Way(faded=True), Way(), NEAR]
+    made += [*RESTS, *PUBLISHED, *(Way(summary=summary) for summary in SUMMARIES)]
     made += [Way(summary="mean", block=block) for block in (8, 16, 64)]
     made += [Way(summary="sub4", block=block) for block in (16, 64)]
     made += [Way(summary="max", block=block) for block in (16, 64, 128)]
@@ -210,6 +231,17 @@ def spans(votes: Tensor, *, most: int, size: int) -> Tensor:
     return before[:, (last + 1).clamp(max=keys)] > before[:, first.clamp(min=0)]
 
 
+def odd(k: Tensor) -> Tensor:
+    """Return the place [g, m] of the key that is farthest from the mean of its block, of bare keys [g, m, B, d]."""
+    away: Tensor = (k - k.mean(2, keepdim=True)).norm(dim=-1)
+    return away.argmax(-1)
+
+
+PARTS = ("keys", "mean", "middle", "odd")
+"""What may be seen of a block that is not chosen. `keys`: every key of it. The others are one key and one value that
+weigh as much as all keys of a block with that score would: `mean`, the mean of its keys, each where it stands (so the
+score is the mean score), and of its values; `middle`, the mean of its keys without positions, set to the block's
+middle, and of its values; `odd`, the key that is least like the mean of its block, and its value."""
 SUMMARIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mean": mean,
     "bounds": bounds,
@@ -222,3 +254,4 @@ SUMMARIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 WAYS = ways()
 ALL = Way(faded=True)  # what the others are compared with
+FINDERS = (Way(), ALL)  # ways that see every key; what they find likely and `NEAR` does not needs the far text

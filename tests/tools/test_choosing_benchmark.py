@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import csv
+import math
 import random
 import sys
 from collections import Counter
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from rpe3d.config import ConfigError
 from rpe3d.geometry import make_law
 from rpe3d.models import facts
 
+SHIPS = "mean of 16 + aim 1.0 + lead 8 of 24 + first 128"
 TOKENS = 200
 PREFIX = 960  # 6 far chunks of 128, and another one from 1024 on
 PROBES = (90, 40, 70)  # tokens; the first and the last go beyond 1024
@@ -150,6 +152,11 @@ def test_ways_differ_from_every_key_and_from_each_other(choosing, study):
         "nsa of 16 + first 128",
         "representatives of 128 + first 128",
         "spans of 32 + first 128",
+        f"{SHIPS} + coarse 128",
+        f"{SHIPS} + rest keys + rest faded x1",
+        f"{SHIPS} + rest mean",
+        f"{SHIPS} + rest middle",
+        f"{SHIPS} + rest odd",
     ],
 )
 def test_no_token_depends_on_a_later_one(choosing, study, name):
@@ -284,16 +291,67 @@ class Slow:
         around = {key for centre in most for key in range(centre - size // 2, centre + size // 2)}
         return [({*range(size)} | around) & {*range(edge)}] * 2
 
-    def attend(self, i, far_keys):
-        """Return the output of every head for token i, with these far keys of each key head."""
+    def attend(self, i, far_keys, rest=None):
+        """Return the output of every head for token i, with these far keys of each key head, and a rest of others."""
         out = []
         for head in range(4):
             keys, near = self.near(head, i)
             chosen = sorted(far_keys[head // 2])
             far = self.far(self.q[head, i], head, self.position[i])[chosen]
-            weight = torch.cat([near, far]).softmax(0)
-            out.append(weight @ self.v[head // 2, keys + chosen].double())
+            values = self.v[head // 2, keys + chosen].double()
+            if rest:
+                more, more_values = rest(head, i, [j for j in range(self.edge(self.position[i])) if j not in chosen])
+                far, values = torch.cat([far, more]), torch.cat([values, more_values])
+            out.append(torch.cat([near, far]).softmax(0) @ values)
         return torch.stack(out)
+
+    def faded(self, score, p, focus, rate):
+        """Return the logarithms of the weights whose sum is (Σ e^{τ s})^{1/τ} (512 / p)^rate, shared as e^{τ s}."""
+        tau = (math.log(p) / math.log(512)) ** focus
+        return (tau * score).log_softmax(0) + (tau * score).logsumexp(0) / tau + rate * math.log(512 / p)
+
+    def every(self, head, i, left, focus=0.0, rate=0.0):
+        """Each key that is left, faded."""
+        score = self.far(self.q[head, i], head, self.position[i])[left]
+        return self.faded(score, self.position[i], focus, rate), self.v[head // 2, left].double()
+
+    def one(self, head, i, left, stands_for, focus=0.0, rate=0.0):
+        """One score and one value for each block of 16 that is left, with the weight of 16."""
+        blocks = [left[j : j + 16] for j in range(0, len(left), 16)]
+        assert all(block == [*range(block[0], block[0] + 16)] and block[0] % 16 == 0 for block in blocks)
+        both = [stands_for(head, i, block) for block in blocks]
+        score = torch.stack([score for score, _ in both])
+        # (16 Σ e^{τ s})^{1/τ}
+        weight = self.faded(score, self.position[i], focus, rate)
+        log_16 = math.log(16) / (math.log(self.position[i]) / math.log(512)) ** focus
+        return weight + log_16, torch.stack([value for _, value in both])
+
+    def by_mean(self, head, i, block):
+        score = self.far(self.q[head, i], head, self.position[i])[block].mean()
+        return score, self.v[head // 2, block].double().mean(0)
+
+    def by_middle(self, head, i, block):
+        p, region = self.position[i], self.law.regions[-1]
+        places = region.key.position(torch.tensor(block)).mean().item()
+        at = float(region.query.position(torch.tensor(p)))
+        mean = self.k[head // 2, block].mean(0, keepdim=True)
+        return self.scores(self.q[head, i], at, mean, [places])[0], self.v[head // 2, block].double().mean(0)
+
+    def by_odd(self, head, i, block):
+        keys = self.k[head // 2, block]
+        away = [(key - keys.mean(0)).abs().square().sum() for key in keys]
+        best = block[away.index(max(away))]
+        return self.far(self.q[head, i], head, self.position[i])[best], self.v[head // 2, best].double()
+
+
+def spied(method, calls):
+    """Return the method, which also notes what it was given and what it returned."""
+
+    def call(*arguments):
+        calls.append((arguments, method(*arguments)))
+        return calls[-1][1]
+
+    return call
 
 
 @pytest.mark.parametrize(
@@ -312,22 +370,69 @@ def test_a_published_way_attends_to_what_its_formula_chooses(choosing, monkeypat
     law = make_law("3d-rpe", context=2048, chunk=128, window=128, reach=512, focus=0, fade=0, **facts(tiny(512)))
     study = choosing.Study(tiny(512), law)
     study.watched, given = True, []
-
-    def spied(method):
-        def call(*arguments):
-            given.append((arguments, method(*arguments)))
-            return given[-1][1]
-
-        return call
-
-    monkeypatch.setattr(study, "watch", spied(study.watch))
-    monkeypatch.setattr(study, "look", spied(study.look))
+    monkeypatch.setattr(study, "watch", spied(study.watch, given))
+    monkeypatch.setattr(study, "look", spied(study.look, given))
     study.read(drawn(1, PREFIX))
     study.nats(probes(), choosing.WAYS[name])
     _, ((_, prefix, *_), _), _, ((_, q, k, v, _), (out, _)) = given
     slow = Slow(study, prefix, q, k, v)
     for i in (0, 17, 64, 95, 130, 199):  # of three probes; 64 and 194 are the first beyond 1024
         want = slow.attend(i, choose(slow, i))
+        torch.testing.assert_close(out.flatten(0, 1)[:, i].double(), want, rtol=1e-4, atol=1e-5)
+
+
+RESTS = {
+    "keys": lambda slow, **fade: partial(slow.every, **fade),
+    "mean": lambda slow, **fade: partial(slow.one, stands_for=slow.by_mean, **fade),
+    "middle": lambda slow, **fade: partial(slow.one, stands_for=slow.by_middle, **fade),
+    "odd": lambda slow, **fade: partial(slow.one, stands_for=slow.by_odd, **fade),
+}
+
+
+@pytest.mark.parametrize("sharp", [None, 1.0, 2.0])
+@pytest.mark.parametrize("rest", RESTS)
+def test_the_rest_is_seen_as_its_formula_has_it(choosing, monkeypatch, law, rest, sharp):
+    """Beside near keys and the blocks that were chosen, whatever these are; the oracle is `Slow`, query by query."""
+    study = choosing.Study(tiny(512), law)
+    study.watched, watched, looked, chosen = True, [], [], []
+    monkeypatch.setattr(study, "watch", spied(study.watch, watched))
+    study.read(drawn(1, PREFIX))
+    monkeypatch.setattr(study, "look", spied(study.look, looked))
+    monkeypatch.setattr(study, "first_and_best", spied(study.first_and_best, chosen))
+    study.nats(probes(), replace(choosing.SHIPS, rest=rest, plus=-0.7, sharp=sharp))
+    (_, prefix, *_), _ = watched[-1]
+    ((_, q, k, v, _), (out, _)), (_, best) = looked[-1], chosen[-1]
+    slow = Slow(study, prefix, q, k, v)
+    fade = {} if sharp is None else {"focus": 2 * sharp, "rate": 0.25}
+    for i in (0, 64, 95, 199):
+        keys = [{key for key in range(slow.edge(slow.position[i])) if mine[i, key // 16]} for mine in best]
+        assert all(len(some) == 256 for some in keys)
+
+        def plus(*arguments):
+            score, values = RESTS[rest](slow, **fade)(*arguments)
+            return score - 0.7, values
+
+        want = slow.attend(i, keys, plus)
+        torch.testing.assert_close(out.flatten(0, 1)[:, i].double(), want, rtol=1e-4, atol=1e-5)
+
+
+def test_coarse_blocks_are_chosen_beside_the_small_ones(choosing, monkeypatch, law):
+    """By the same rule with blocks of 128 keys; the oracle sees the union of the two choices that were made."""
+    study = choosing.Study(tiny(512), law)
+    study.watched, watched, looked, chosen = True, [], [], []
+    monkeypatch.setattr(study, "watch", spied(study.watch, watched))
+    study.read(drawn(1, PREFIX))
+    monkeypatch.setattr(study, "look", spied(study.look, looked))
+    monkeypatch.setattr(study, "first_and_best", spied(study.first_and_best, chosen))
+    study.nats(probes(), choosing.WAYS[f"{SHIPS} + coarse 128"])
+    (_, prefix, *_), _ = watched[-1]
+    ((_, q, k, v, _), (out, _)), (_, small), (_, large) = looked[-1], *chosen[-2:]
+    assert (large.sum(-1) == 2).all()
+    slow = Slow(study, prefix, q, k, v)
+    for i in (0, 95, 199):
+        far = range(slow.edge(slow.position[i]))
+        keys = [{key for key in far if a[i, key // 16] or b[i, key // 128]} for a, b in zip(small, large, strict=True)]
+        want = slow.attend(i, keys)
         torch.testing.assert_close(out.flatten(0, 1)[:, i].double(), want, rtol=1e-4, atol=1e-5)
 
 
@@ -444,3 +549,52 @@ def test_differences_are_paired_and_have_student_s_interval(choosing):
     found = choosing.differences(mine, base)
     assert set(found) == {"text"}
     assert (found["text"].mean, found["text"].high) == pytest.approx((0.3, 0.3 + 4.3027 * 0.2646 / 3**0.5), abs=1e-3)
+
+
+def test_key_tokens_need_the_far_text(choosing):
+    """By hand, LongPPL's rule with the lower of two losses: more than 2 nats better than near keys, and below 2."""
+    near = torch.tensor([5.0, 5.0, 5.0, 3.0, 1.0])
+    full = [torch.tensor([1.0, 4.0, 2.5, 1.5, 0.5]), torch.tensor([4.0, 1.5, 2.1, 1.2, 0.1])]
+    keys = choosing.key_tokens(near, full)
+    assert keys.tolist() == [True, True, False, False, False]
+    probe = choosing.Probe(kind="text", ids=[0] * 6)
+    answers = [(torch.tensor([1.0, 4.0, 2.0, 2.0, 2.0]), torch.zeros(5, dtype=torch.bool))]
+    found = choosing.measure([probe], answers, keys)
+    assert (found["text"], found["far"], found["far_n"]) == pytest.approx((2.2, 2.5, 2))
+    assert "far" not in choosing.measure([probe], answers, torch.zeros(5, dtype=torch.bool))
+
+
+def test_texts_with_more_key_tokens_count_more(choosing):
+    """By hand: 0.1 of 3 tokens, 0.5 of 1 and none; the mean is 0.2, its spread that of 0.2 + 2 n (d - 0.2) / 4."""
+    base = [{"text": 1.0, "far": 1.0, "far_n": 3, "passkeys": 0, "found": 0, "told": 0}]
+    base += [
+        base[0] | {"far_n": 1},
+        {name: base[0][name] for name in ("text", "passkeys", "found", "told")} | {"far_n": 0},
+    ]
+    mine = [base[0] | {"far": 1.1}, base[1] | {"far": 1.5}, base[2]]
+    made = choosing.row("mine", mine, base)
+    assert (made["far_nats"], made["far_diff"], made["far_n"]) == (1.2, 0.2, 4)
+    assert made["far_se"] == pytest.approx(0.15, abs=1e-3)  # 0.05 and 0.35
+    assert choosing.differences(mine, base)["far"].mean == pytest.approx(0.2)
+
+
+def test_all_ways_of_a_run_have_the_same_key_tokens(bench, choosing, monkeypatch):
+    """Those of near keys against the lower loss of two ways; a model of noise finds none by the rule, so by another."""
+    monkeypatch.setattr(choosing, "is_key", lambda full, short: short > full + 0.2)
+    calls, nats = {}, choosing.Study.nats
+
+    def noted(study, some, way):
+        calls.setdefault(way.name, []).append(nats(study, some, way))
+        return calls[way.name][-1]
+
+    monkeypatch.setattr(choosing.Study, "nats", noted)
+    rows = bench("--length", "2k", "--only", "rests", "--text-tokens", "600")
+    near, every, faded = (calls[name] for name in ("first of 16", "all keys", "all keys + faded"))
+    assert all(len(made) == 2 for made in calls.values())  # each way once on each of two texts
+    keys = [a[0][0] > torch.minimum(b[0][0], c[0][0]) + 0.2 for a, b, c in zip(near, every, faded, strict=True)]
+    assert all(len(some) == 599 and 0 < some.sum() < 599 for some in keys)
+    assert {row["far_n"] for row in rows} == {str(int(sum(some.sum() for some in keys)))}
+    for row in rows:
+        losses = torch.cat([made[0][0][some] for made, some in zip(calls[row["way"]], keys, strict=True)])
+        assert float(row["far_nats"]) == pytest.approx(float(losses.mean()), abs=1e-4)
+    assert bench("--length", "2k", "--only", "mean of 16")[-1]["far_nats"] == ""

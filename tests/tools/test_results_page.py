@@ -18,9 +18,11 @@ ROOT = Path(__file__).parents[2]
 
 def test_the_page_has_the_tables_that_its_files_make():
     page = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-    assert len(results.MARKED.findall(page)) == 4 + 2 * len(results.MODELS)
+    assert len(results.MARKED.findall(page)) == 6 + 2 * len(results.MODELS)
     assert results.written(page) == page, "run python tools/site/results.py docs/results.md"
-    assert results.written(page.replace("| 14.68 / 14.65 / ", "| 14.58 / 14.65 / ")) == page
+    changed = page.replace("| 14.68&nbsp;/&nbsp;14.65<br>", "| 14.58&nbsp;/&nbsp;14.65<br>")
+    assert changed != page
+    assert results.written(changed) == page
 
 
 @pytest.mark.parametrize("model", ["smollm2", "qwen2.5-coder"])
@@ -62,6 +64,26 @@ def test_a_difference_in_our_disfavour_is_bold():
     assert not results._signed(
         "ppl", results.difference("smollm2", 65536, "ppl", "3d-rpe", "3d-rpe:far=128")
     ).startswith("**")
+
+
+def test_the_headline_names_the_best_other_law_and_says_where_there_is_none():
+    lines = results.headline()
+    assert len(lines) == 2 + sum(len(model.lengths) for model in results.MODELS.values())
+    assert "| SmolLM2-135M, 16k (2x) | **14.66** vs 14.81 dca |" in lines[3]
+    assert lines[-1].endswith("| 0.02, no other measured | 4/4, no other measured |")
+
+
+def test_a_mean_of_fewer_tasks_says_so():
+    scores = results.Scores({"leval": {task: (score, 48) for task, score in (("a", 12.0), ("b", 22.9), ("c", 20.8))}})
+    assert scores.mean("leval") == "18.6 (3 tasks)"
+    scores.by_suite["leval"]["d"] = 2.1, 48
+    assert scores.mean("leval") == "14.4"
+
+
+def test_suites_have_every_task_of_every_law_or_say_not_measured():
+    assert len(results.suite_tasks()) == 2 + sum(n for _, n in results.SUITES.values())
+    assert [line for line in results.suite_tasks() if "not measured" in line] == [results.suite_tasks()[-1]]
+    assert all("tasks)" not in line for line in results.suite_means()[:-1])
 
 
 def test_what_compare_measured_is_kept_in_place_of_the_same_law_and_length(tmp_path, monkeypatch):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -163,3 +165,23 @@ def test_free_memory_is_the_gpus_own_word(monkeypatch, said, free):
     done = subprocess.CompletedProcess(gpu.ASK, 0, stdout=said)
     monkeypatch.setattr(gpu.subprocess, "run", lambda *_, **__: done)
     assert gpu.free_memory() == free
+
+
+@pytest.mark.parametrize("path", sorted((BENCHMARKS / "jobs").glob("*.json")), ids=lambda path: path.name)
+def test_the_lists_that_ship_are_commands_that_exist(path):
+    """Of `rpe3d` every verb's own parser reads the line; of a benchmark its flags are looked up in its source."""
+    from rpe3d.geometry import parse_laws
+    from test_docs import parser_of
+
+    for job in several.read_jobs(path):
+        first, *words = shlex.split(re.sub(r"\$TEXTS", "a.txt b.txt", job.command))
+        if first == "rpe3d":
+            given = parser_of(words[0]).parse_args(words[1:])
+            laws = getattr(given, "laws", None) or getattr(given, "law", None)
+            assert parse_laws(laws if isinstance(laws, str) else ",".join(laws)), job.command
+        elif first == "python":
+            source = (BENCHMARKS.parent / words[0]).read_text()
+            assert not [word for word in words if word.startswith("--") and f'"{word}"' not in source], job.command
+        else:
+            assert first == "make"
+            assert re.search(rf"^{words[0]}:", (BENCHMARKS.parent / "Makefile").read_text(), flags=re.M)

@@ -57,8 +57,8 @@ def python() -> str:
 
 def commands() -> str:
     """Return the page of the command line: what `rpe3d VERB --help` says, for every verb."""
-    parts = ["# Command line", NOTE, "`rpe3d VERB --help` prints the same. Data goes to stdout, words to stderr."]
-    parts.append("Exit codes: 0 done, 1 an error that is explained, 2 wrong usage, 130 interrupted.")
+    parts = ["# Command line", NOTE, "`rpe3d VERB --help` prints the same. Data goes to stdout, messages to stderr."]
+    parts.append("Exit codes: 0 success, 1 an explained error, 2 wrong usage, 130 interrupted.")
     for verb, (module, text) in VERBS.items():
         parser = Parser(prog=f"rpe3d {verb}", description=f"{text}.", allow_abbrev=False, formatter_class=_Wide)
         import_module(module).add_arguments(parser)

@@ -2,9 +2,9 @@
 
     python tools/site/results.py docs/results.md
 
-Whatever stands between `<!-- results.py KIND MODEL -->` and `<!-- end -->` is written anew: `table` (every law by
-length), `headline` (ours beside the best of the others, all models), `intervals` (how much higher others are),
-`longppl`, `longppl-outside` or `ruler`.
+Rewrite whatever stands between `<!-- results.py KIND MODEL -->` and `<!-- end -->`. The kinds are `headline` (ours and
+the best of the others, all models), `table` (every law by length), `intervals` (how much higher the others are),
+`longppl`, `longppl-outside`, `ruler`, `suites` (means of LongBench and L-Eval) and `tasks` (their tasks).
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ COLUMNS = ("ppl", "tail_ppl", "copy_nll", "passkey")
 TINY = "3d-rpe:chunk=128,window=512,reach=1024"
 DEPLOYED = "dca:attention_factor=deployed"
 TUNED = "`3d-rpe`, as `tune` picks it"
+DENSE = "`3d-rpe`, all far keys"
 TASKS = 11
 """Tasks of RULER that need no download."""
+SUITES = {"longbench": ("LongBench", 16), "leval": ("L-Eval", 4)}
+"""Suites with downloaded data: their names, and how many of their tasks were asked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +52,7 @@ class Model:
     laws: tuple[str, ...]
     names: Mapping[str, str] = field(default_factory=dict)
     beside: tuple[str, ...] = ()
-    """Laws whose differences from ours are shown with their intervals."""
+    """Laws that the pictures show beside ours."""
     digits: int = 2
 
     def shown(self, law: str) -> str:
@@ -94,7 +97,8 @@ MODELS = {
         ),
         names={
             "3d-rpe:reach=3840,far=120": TUNED,
-            "3d-rpe:reach=3840,far=240": "... twice as many blocks",
+            "3d-rpe:reach=3840,far=240": "... with `far=240`, twice as many blocks",
+            "3d-rpe": DENSE,
             DEPLOYED: "`dca`, as deployed",
         },
         beside=(
@@ -145,7 +149,8 @@ MODELS = {
             "3d-rpe:far=32": TUNED,
             f"{TINY},far=32": "`3d-rpe:window=512,far=32`",
             f"{TINY},far=64": "`3d-rpe:window=512,far=64`",
-            f"{TINY},focus=1,fade=.5,sinks=1": "`3d-rpe:window=512,focus=1,fade=.5,sinks=1`",
+            f"{TINY},far=32,decay=.7": "`3d-rpe:window=512,far=32,decay=.7`",
+            f"{TINY},focus=1,fade=.5,sinks=1": DENSE,
             DEPLOYED: "`dca`, as deployed",
         },
         beside=(
@@ -182,7 +187,7 @@ MODELS = {
             "streaming-llm",
             "rope",
         ),
-        names={"3d-rpe:chunk=512,far=1024": TUNED},
+        names={"3d-rpe:chunk=512,far=1024": TUNED, "3d-rpe": DENSE},
         beside=("3d-rpe:far=512", "3d-rpe:far=128", "3d-rpe", "dca", "yarn", "streaming-llm"),
         digits=3,
     ),
@@ -256,22 +261,21 @@ def number(row: Row, column: str, digits: int) -> str:
 
 
 def cell(model: Model, law: str, length: int, bold: Mapping[str, Sequence[str]]) -> str:
-    """Write the four numbers of a law at a length."""
+    """Write the four numbers of a law at a length, in two lines that do not wrap."""
     row = rows(model.name).get((law, length))
     if row is None:
         return "not measured"
     made = [(column, number(row, column, model.digits)) for column in COLUMNS]
-    return " / ".join(f"**{text}**" if law in bold[column] else text for column, text in made)
+    ppl, tail, copy, keys = (f"**{text}**" if law in bold[column] else text for column, text in made)
+    return f"{ppl}&nbsp;/&nbsp;{tail}<br>{copy}&nbsp;/&nbsp;{keys}"
 
 
 def table(model: Model) -> list[str]:
     """Return every law by length, the best of each column in bold, and those within the noise of it."""
     keys = len(rows(model.name)[model.tuned, 2 * model.pretrained].items["passkey"])
-    heads = [
-        f"{short(length)}{f': ppl / tail / copy / keys of {keys}' if not i else ''}"
-        for i, length in enumerate(model.lengths)
-    ]
-    lines = [f"| law | {' | '.join(heads)} | commit |", "|---" * (len(heads) + 2) + "|"]
+    heads = [f"{short(length)} ({length / model.pretrained:g}x)" for length in model.lengths]
+    first = f"law: ppl / tail, copy / keys of {keys}"
+    lines = [f"| {first} | {' | '.join(heads)} | commit |", "|---" * (len(heads) + 2) + "|"]
     bold = {length: {c: not_beaten(model, length, c, model.laws) for c in COLUMNS} for length in model.lengths}
     for law in model.laws:
         cells = [cell(model, law, length, bold[length]) for length in model.lengths]
@@ -282,33 +286,36 @@ def table(model: Model) -> list[str]:
 
 
 def headline() -> list[str]:
-    """Return ours, as `tune` picks it, beside the best of the others in each column, for every model."""
-    lines = ["| | ours, as `tune` picks it | best of the others, column by column |", "|---|---|---|"]
+    """Return ours, as `tune` picks it, and the best of the others in each column, for every model and length."""
+    lines = ["| | perplexity | tail | copy | passkeys |", "|---" * 5 + "|"]
     for model in MODELS.values():
         for length in model.lengths:
-            kept, mine = rows(model.name), model.ours(length)
-            others = [
-                law for law in model.laws if law != mine and not law.startswith("3d-rpe") and (law, length) in kept
-            ]
-            bold = {column: not_beaten(model, length, column, [mine, *others]) for column in COLUMNS}
-            best = []
-            for column in COLUMNS:
-                sign = -1 if column == "passkey" else 1
-                numbers = {
-                    law: sign * kept[law, length].number(column) for law in others if kept[law, length].items[column]
-                }
-                if not numbers:
-                    best.append("–")
-                    continue
-                law = min(numbers, key=numbers.__getitem__)
-                text = number(kept[law, length], column, model.digits)
-                name = model.names[law].replace("`", "") if law in model.names else law.partition(":")[0]
-                best.append(f"{f'**{text}**' if law in bold[column] else text} {name}")
-            times = length / model.pretrained
-            told = "" if mine == model.tuned else f" (`{mine}`)"
-            own = f"{cell(model, mine, length, bold)}{told}"
-            lines.append(f"| {model.title}, {short(length)} ({times:g}x) | {own} | {' / '.join(best)} |")
+            mine = model.ours(length)
+            peers = [law for law in model.laws if law != mine and not law.startswith("3d-rpe")]
+            name = "" if mine == model.tuned else f", `{mine}`"
+            place = f"{model.title}, {short(length)} ({length / model.pretrained:g}x){name}"
+            cells = [_beside(model, length, column, mine, peers) for column in COLUMNS]
+            lines.append(f"| {place} | {' | '.join(cells)} |")
     return lines
+
+
+def _beside(model: Model, length: int, column: str, mine: str, peers: Sequence[str]) -> str:
+    """Write our number and the best of the peers that have one, with its name."""
+    kept = rows(model.name)
+    there = [law for law in peers if (law, length) in kept and kept[law, length].items[column]]
+    bold = not_beaten(model, length, column, [mine, *there])
+
+    def text(law: str) -> str:
+        said = number(kept[law, length], column, model.digits)
+        return f"**{said}**" if there and law in bold else said
+
+    own = text(mine) + (f"/{len(kept[mine, length].items[column])}" if column == "passkey" else "")
+    if not there:
+        return f"{own}, no other measured"
+    sign = -1 if column == "passkey" else 1
+    best = min(there, key=lambda law: sign * kept[law, length].number(column))
+    name = model.names[best].replace("`", "") if best in model.names else best.partition(":")[0]
+    return f"{own} vs {text(best)} {name}"
 
 
 def intervals(model: Model) -> list[str]:
@@ -316,7 +323,7 @@ def intervals(model: Model) -> list[str]:
     lines = ["| length | law | ppl | tail | copy | passkeys |", "|---|---|---|---|---|---|"]
     for length in model.lengths:
         mine = model.ours(length)
-        for law in model.beside:
+        for law in model.laws:
             made = [difference(model.name, length, column, law, mine) for column in COLUMNS]
             if law == mine or all(one is None for one in made):
                 continue
@@ -332,13 +339,13 @@ def _signed(column: str, away: Difference | None) -> str:
         (1.0, ".2f", "") if column == "copy_nll" else (100.0, ".0f" if column == "passkey" else ".1f", " %")
     )
     mean, low, high = (scale * x for x in (away.mean, away.low, away.high))
-    text = f"{mean:+{form}}{unit} ({low:{form}} .. {high:{form}})"
+    text = f"{mean:+{form}}{unit} ({low:{form}}&nbsp;..&nbsp;{high:{form}})"
     behind = away.high < 0 if column != "passkey" else away.low > 0
     return f"**{text}**" if behind else text
 
 
 def long_perplexities(outside: bool) -> list[str]:
-    """Return LongPPL of every law and model, and how many nats a key token costs more than under ours.
+    """Return LongPPL of every law and model, ours first, and how many nats a key token costs more than under ours.
 
     outside: by key tokens that another model found; else by those that the model found itself.
     """
@@ -349,12 +356,13 @@ def long_perplexities(outside: bool) -> list[str]:
                 continue
             laws = found.setdefault((line["model"], int(line["length"])), {})
             laws.setdefault(line["law"], {})[line["text"]] = float(line["nll"]), int(line["key_tokens"])
-    lines = ["| model | law | LongPPL | nats a key token, less ours |", "|---|---|---|---|"]
+    lines = ["| model | law | LongPPL | nats per key token, above ours |", "|---|---|---|---|"]
     for (name, length), laws in found.items():
         model = MODELS[name]
         count = sum(n for _, n in laws[model.chosen].values())
-        for law, texts in laws.items():
-            mean = math.fsum(nll * n for nll, n in texts.values()) / count
+        means = {law: math.fsum(nll * n for nll, n in texts.values()) / count for law, texts in laws.items()}
+        for law in sorted(laws, key=lambda law: (law != model.chosen, means[law])):
+            texts = laws[law]
             mine, ours = (
                 {
                     "length": length,
@@ -365,23 +373,26 @@ def long_perplexities(outside: bool) -> list[str]:
             )
             shown = "0" if law == model.chosen else _signed("copy_nll", key_difference(mine, ours))
             place = f"{model.title}, {short(length)}, {count} key tokens" if law == model.chosen else ""
-            lines.append(f"| {place} | {model.shown(law)} | {math.exp(mean):.2f} | {shown} |")
+            lines.append(f"| {place} | {model.shown(law)} | {math.exp(means[law]):.2f} | {shown} |")
     return lines
 
 
 def ruler() -> list[str]:
     """Return the mean of RULER's tasks under ours, all far keys, `dca` and stock RoPE, where all were measured."""
-    lines = ["| mean of 11 tasks | samples a task | ours, chosen far keys | ours, all far keys | `dca` | `rope` |"]
-    lines.append("|---" * 6 + "|")
+    heads = ("mean of 11 tasks", "samples per task", "chosen far keys", "all far keys", "`dca`", "`rope`", "commit")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for model in MODELS.values():
         scores: dict[tuple[int, str], dict[str, tuple[float, int]]] = {}
+        commits: dict[tuple[int, str], set[str]] = {}
         with (RESULTS / f"ruler-{model.name}-cuda.csv").open(newline="", encoding="utf-8") as file:
             for line in csv.DictReader(file):
                 if not line["commit"].startswith("<="):  # other defaults
                     of = scores.setdefault((int(line["length"]), line["law"]), {})
                     of[line["task"]] = float(line["score"]), int(line["n"])
+                    commits.setdefault((int(line["length"]), line["law"]), set()).add(line["commit"])
         for length in sorted({length for length, _ in scores}):
-            asked = [scores.get((length, law), {}) for law in (model.chosen, model.dense, "dca", "rope")]
+            laws = (model.chosen, model.dense, "dca", "rope")
+            asked = [scores.get((length, law), {}) for law in laws]
             if not any(len(one) == TASKS for one in asked):
                 continue
             samples = min(n for one in asked for _, n in one.values())
@@ -390,7 +401,66 @@ def ruler() -> list[str]:
                 for one in asked
             ]
             place = f"{model.title}, {short(length)} ({length / model.pretrained:g}x)"
-            lines.append(f"| {place} | {samples} | {' | '.join(cells)} |")
+            whole = [law for law, one in zip(laws, asked, strict=True) if len(one) == TASKS]
+            measured = sorted(set().union(*(commits[length, law] for law in whole)))
+            lines.append(f"| {place} | {samples} | {' | '.join(cells)} | {', '.join(measured)} |")
+    return lines
+
+
+@dataclass
+class Scores:
+    """What a law scored in the suites with downloaded data: score and samples by suite and task, and the commits."""
+
+    by_suite: dict[str, dict[str, tuple[float, int]]] = field(default_factory=dict)
+    commits: set[str] = field(default_factory=set)
+
+    def mean(self, suite: str) -> str:
+        """Write the mean of a suite, and of how many tasks where some were not asked."""
+        scores = [score for score, _ in self.by_suite[suite].values()]
+        mean = f"{math.fsum(scores) / len(scores):.1f}"
+        return mean if len(scores) == SUITES[suite][1] else f"{mean} ({len(scores)} tasks)"
+
+
+@cache
+def evaluated() -> dict[tuple[str, str], Scores]:
+    """Return the scores of the models with peers, by model and by law as the tables name it."""
+    made: dict[tuple[str, str], Scores] = {}
+    for name in ("smollm2", "tinyllama"):
+        model = MODELS[name]
+        shown = {law: f"`{law}`, {short(4 * model.pretrained)}" for law in ("rope", "yarn", "dca")}
+        shown["rope"] = f"`rope`, {short(model.pretrained)}"
+        shown["3d-rpe"] = f"`3d-rpe`, all far keys, {short(4 * model.pretrained)}"
+        shown[model.chosen] = f"`3d-rpe`, chosen far keys, {short(4 * model.pretrained)}"
+        found = {law: made.setdefault((model.title, title), Scores()) for law, title in shown.items()}
+        with (RESULTS / "evaluation-cuda.csv").open(newline="", encoding="utf-8") as file:
+            for line in csv.DictReader(file):
+                if line["model"].startswith(model.title) and line["suite"] in SUITES:
+                    scores = found[line["law"]]
+                    of = scores.by_suite.setdefault(line["suite"], {})
+                    of[line["task"]] = float(line["score"]), int(line["n"])
+                    scores.commits.add(line["commit"])
+    return made
+
+
+def suite_means() -> list[str]:
+    """Return the means of LongBench and L-Eval by model and law."""
+    lines = [f"| | {' | '.join(f'{name}, mean of {n}' for name, n in SUITES.values())} | commit |", "|---" * 4 + "|"]
+    for (title, law), scores in evaluated().items():
+        means = [scores.mean(suite) for suite in SUITES]
+        lines.append(f"| {title}, {law} | {' | '.join(means)} | {', '.join(sorted(scores.commits))} |")
+    return lines
+
+
+def suite_tasks() -> list[str]:
+    """Return the score of every task of LongBench and L-Eval by model and law."""
+    heads = [f"{title}: {law}" if law.startswith("`rope`") else law for title, law in evaluated()]
+    lines = [f"| task (samples) | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
+    for suite in SUITES:
+        first = next(iter(evaluated().values()))
+        for task, (_, samples) in first.by_suite[suite].items():
+            asked = [scores.by_suite[suite].get(task) for scores in evaluated().values()]
+            cells = [f"{one[0]:.1f}" if one else "not measured" for one in asked]
+            lines.append(f"| {task} ({samples}) | {' | '.join(cells)} |")
     return lines
 
 
@@ -399,7 +469,7 @@ def written(page: str) -> str:
 
     def made(match: re.Match[str]) -> str:
         kind, name = match.group(2), match.group(3)
-        whole = {"headline": headline, "ruler": ruler}
+        whole = {"headline": headline, "ruler": ruler, "suites": suite_means, "tasks": suite_tasks}
         whole |= {"longppl": partial(long_perplexities, False), "longppl-outside": partial(long_perplexities, True)}
         lines = whole[kind]() if kind in whole else {"table": table, "intervals": intervals}[kind](MODELS[name])
         return "\n".join([match.group(1).rstrip(), "", *lines, "", match.group(4)])
