@@ -81,9 +81,9 @@ def test_wrong_usage_exits_with_2_and_says_what_to_do(capsys, argv, problem, hin
 def test_a_folder_that_cannot_be_is_one_clear_error(capsys, tmp_path):
     file = tmp_path / "file"
     file.write_text("kept")
-    assert fails(capsys, "demo", "--out", file) == (1, f"{file} is a file, not a folder", "give --out a folder")
+    assert fails(capsys, "demo", "--out", file) == (1, f"{file} is a file, not a folder", "pass a folder to --out")
     code, problem, _ = fails(capsys, "demo", "--out", file / "below")
-    assert (code, problem) == (1, f"cannot make the folder {file / 'below'}: Not a directory")
+    assert (code, problem) == (1, f"cannot create the folder {file / 'below'}: Not a directory")
     assert file.read_text() == "kept"
 
 
@@ -267,7 +267,7 @@ def test_doctor_names_a_weight_that_is_not_a_finite_number(tiny_folder, tmp_path
     save_file(weights, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
     assert main(["doctor", str(tmp_path / "model")]) == 1
     shown = capsys.readouterr().out
-    assert f"its weights are not finite numbers: {name} holds 1 that are NaN or infinite" in shown
+    assert f"its weights are not finite: {name} holds NaN or infinity (1 of its numbers)" in shown
     assert "other dimensions" not in shown
 
 
@@ -279,7 +279,7 @@ def test_extend_names_a_weight_that_is_not_a_finite_number(tiny_folder, tmp_path
     model.save_pretrained(tmp_path / "model")
     code, problem, hint = fails(capsys, "extend", tmp_path / "model", "--context", "1k", "--out", tmp_path / "out")
     assert code == 1
-    assert "are not finite numbers: model.embed_tokens.weight holds 1 that are NaN or infinite" in problem
+    assert "are not finite: model.embed_tokens.weight holds NaN or infinity (1 of its numbers)" in problem
     assert "copy or convert the weights again" in hint
     assert not (tmp_path / "out").exists()
 

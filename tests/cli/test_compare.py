@@ -132,7 +132,7 @@ def test_a_text_too_short_for_some_windows_is_named(folder, tmp_path, capsys):
     argv = ("--measures", "ppl", "--windows", "2", "--lengths", "256,512", "--device", "cpu")
     texts = (tmp_path / "short.txt", tmp_path / "long.txt")
     assert run(folder, "--laws", "rope", *argv, "--json", tmp_path / "r.json", "--texts", *texts) == 0
-    assert "note: short.txt has 300 tokens, so longer windows are of other texts" in capsys.readouterr().err
+    assert "note: short.txt has 300 tokens, so longer windows come from other texts" in capsys.readouterr().err
     rows = json.loads((tmp_path / "r.json").read_text())["rows"]
     assert [[w["text"] for w in row["windows"]] for row in rows] == [
         ["short.txt", "long.txt"],
@@ -147,7 +147,7 @@ def test_differences_have_intervals_from_three_windows_on_that_do_not_overlap(fo
     argv = (folder, *argv, tmp_path / "text.txt", "--measures", "ppl", "--windows")
     assert run(*argv, 3) == 0
     captured = capsys.readouterr()
-    table = captured.out[captured.out.index("less rope (95 % interval)") :]
+    table = captured.out[captured.out.index("difference from rope (95 % interval)") :]
     assert [" .. " in line for line in table.splitlines() if "dca" in line] == [True, False]  # 512 tokens overlap
     assert "note: a difference has no interval where there are fewer than three windows" in captured.err
     assert run(*argv, 2) == 0
@@ -164,6 +164,39 @@ def test_the_report_lies_beside_its_results(folder, tmp_path, capsys, monkeypatc
     assert run(folder, "--laws", "rope", *SMALL, "--measures", "ppl", "--report", out) == 0
     assert capsys.readouterr().err.splitlines()[-1] == f"wrote {out / 'compare.json'}, {out / '2.html'}"
     assert json.loads((out / "compare.json").read_text())["kind"] == "compare"
+
+
+def test_an_option_that_has_no_effect_is_said(folder, capsys):
+    small = ("--lengths", "512", "--windows", "2", "--copies", "1", "--passkeys", "1", "--device", "cpu")
+    assert run(folder, "--laws", "rope", *small, "--measures", "passkey", "--overwrite", "--seed", "1") == 0
+    notes = [line for line in capsys.readouterr().err.splitlines() if "has no effect" in line]
+    assert notes == [
+        "note: --windows has no effect without ppl or longppl",
+        "note: --copies has no effect without copy",
+        "note: --overwrite has no effect without --json or --report",
+    ]
+    assert run(folder, "--laws", "rope", *small, "--against", "rope", "--json", "-") == 0
+    notes = [line for line in capsys.readouterr().err.splitlines() if "has no effect" in line]
+    assert notes == ["note: --against has no effect without a table: `--json -` prints the rows alone"]
+
+
+def test_passkeys_need_no_text(folder, tmp_path, capsys):
+    """They were refused at lengths that no text has, though they read none; `eval` asked them all the same."""
+    (tmp_path / "t.txt").write_text("short")
+    small = ("--laws", "rope", "--lengths", "512", "--passkeys", "1", "--device", "cpu", "--texts", tmp_path / "t.txt")
+    assert run(folder, *small, "--measures", "passkey") == 0
+    assert "--texts has no effect without ppl or copy or longppl" in capsys.readouterr().err
+    assert fails(capsys, folder, *small, "--measures", "copy,passkey")[0] == 1
+
+
+def test_a_report_names_a_text_whose_name_is_not_utf_8(folder, tmp_path):
+    """Its page could not be written, once everything was measured."""
+    pytest.importorskip("matplotlib")
+    text, out = tmp_path / "t\udcff.txt", tmp_path / "report"
+    text.write_text("one two three " * 100)
+    small = ("--lengths", "256", "--windows", "1", "--measures", "ppl", "--device", "cpu")
+    assert run(folder, "--laws", "rope", *small, "--texts", text, "--report", out) == 0
+    assert "t\\udcff.txt" in (out / "report.html").read_text()
 
 
 def test_longppl_is_shown_with_its_key_tokens_and_what_found_them(folder, tmp_path, capsys, monkeypatch):
@@ -211,7 +244,7 @@ def test_a_file_that_is_no_results_file_is_kept(folder, tmp_path, capsys):
     (tmp_path / "mine").write_text("mine")
     for extra in ([], ["--overwrite"]):
         code, problem, _ = fails(capsys, folder, *SMALL, "--json", tmp_path / "mine", *extra)
-        assert (code, problem) == (1, f"{tmp_path / 'mine'} is there and holds no results of `rpe3d compare`")
+        assert (code, problem) == (1, f"{tmp_path / 'mine'} exists but holds no results of `rpe3d compare`")
     assert (tmp_path / "mine").read_text() == "mine"
 
 
@@ -224,7 +257,7 @@ def test_differences_fit_a_terminal_and_stay_whole_in_a_pipe(folder, capsys, mon
     near = "near=3d-rpe:chunk=8,window=16,reach=64"
     assert run(folder, "--laws", f"rope,{near}", "--lengths", "256,512", "--windows", "3", "--copies", "3",
                "--passkeys", "3", "--against", "rope", "--device", "cpu") == 0  # fmt: skip
-    table = capsys.readouterr().out.split("less rope")[1].splitlines()
+    table = capsys.readouterr().out.split("from rope")[1].splitlines()
     rows = [line.split() for line in table if line.split()[:1] == ["near"]]
     assert [row[:2] for row in rows] == [["near", "256"], ["near", "512"]] * (1 if columns is None else 0) + (
         [["near", "256"]] * 4 + [["near", "512"]] * 4 if columns else []
@@ -240,7 +273,7 @@ def test_a_checkpoint_of_its_own_law_is_told_that_it_is_replaced(folder, tmp_pat
     assert run(out, "--laws", "rope", *few) == 0
     said = capsys.readouterr().err
     assert "the checkpoint's own law (3d-rpe from 256 to 1024 tokens, chunk 16, window 80" in said
-    assert "is replaced by those that are measured" in said
+    assert "is replaced by the laws that are measured" in said
     assert main(["eval", str(out), "--tasks", "copy", "--copies", "1", "--length", "512", "--device", "cpu"]) == 0
     assert "is replaced" not in capsys.readouterr().err
 
@@ -273,10 +306,12 @@ def test_laws_are_names_names_with_parameters_and_files(tmp_path):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"name": "rope"}', '{"name": 1, "pretrained": 2}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"name": "rope"}', '{"name": 1, "pretrained": 2}', '{"name": "rope", "pretrained": null}']
+)
 def test_a_file_that_is_no_law_is_refused(tmp_path, text):
     (tmp_path / "x.json").write_text(text)
-    with pytest.raises(ConfigError, match="is not a law file: give a file that `rpe3d tune` wrote"):
+    with pytest.raises(ConfigError, match="is not a law file: pass a file that `rpe3d tune` wrote"):
         law(str(tmp_path / "x.json"))
 
 
@@ -284,7 +319,7 @@ def test_a_law_file_of_another_model_is_refused(folder, tmp_path, capsys):
     made = rpe3d.make_law("3d-rpe", pretrained=128, context=1024, head_dim=16)
     (tmp_path / "x.json").write_text(made.json)
     code, problem, hint = fails(capsys, folder, "--laws", tmp_path / "x.json", *SMALL)
-    assert (code, problem) == (1, "x was made for a model of 128 positions, and this one has 256")
+    assert (code, problem) == (1, "x was made for a model of 128 positions, but this one has 256")
     assert "rpe3d tune" in hint
 
 

@@ -52,6 +52,14 @@ def test_the_demo_reads_and_asks_a_document_under_four_laws_and_reports(tiny, tm
     assert law_of(model) is None
 
 
+def test_rows_go_to_stdout_where_they_are_asked_for(tiny, tmp_path, capsys, monkeypatch):
+    """`--json -` made a file of that name."""
+    monkeypatch.chdir(tmp_path)
+    assert play(tmp_path, "--laws", "rope", "--json", "-") == 0
+    assert json.loads(capsys.readouterr().out) == json.loads((tmp_path / "demo" / "compare.json").read_text())
+    assert not (tmp_path / "-").exists()
+
+
 def test_of_one_document_nobody_is_crowned(tiny, tmp_path, capsys):
     """A headline crowned a law for 0.01 of one window."""
     assert play(tmp_path) == 0

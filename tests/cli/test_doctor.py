@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from refusal import refusal
 
 from rpe3d import extend
 from rpe3d.cli import main
@@ -62,3 +63,9 @@ def test_a_scaled_base_is_named(tmp_path):
     told = doctor(make(rope_parameters=parameters, max_position_embeddings=256), tmp_path)
     assert told["carries"] == "yarn, 64 to 256 positions"
     assert "to use it" not in told
+
+
+def test_a_context_without_a_model_is_refused(capsys):
+    code, problem, hint = refusal(capsys, "doctor", "--context", "64k")
+    assert (code, problem) == (1, "--context is given without a model")
+    assert "add MODEL" in hint

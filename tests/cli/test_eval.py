@@ -60,7 +60,7 @@ def test_tables_are_data_and_predictions_lie_beside_the_results(folder, data, tm
     assert "rope at 1k" in captured.out
     assert "3D-RPE-LLaMA2-7B-Chat" in captured.out
     assert "(quoted)" in captured.out
-    assert "note: model has no chat template, so prompts go in as they are" in captured.err
+    assert "note: model has no chat template, so prompts are used as they are" in captured.err
     assert captured.err.splitlines()[-1].startswith(f"wrote {tmp_path / 'r' / 'eval.json'}, ")
     results = json.loads((tmp_path / "r" / "eval.json").read_text())
     assert (results["schema"], results["kind"]) == (1, "eval")
@@ -145,7 +145,7 @@ def test_a_template_without_a_system_turn_is_said_where_one_is_needed(data, tmp_
         "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}{{ messages }}"
     )
     tokenizer.save_pretrained(tmp_path / "model")
-    note = "note: its chat template has no system turn, so L-Eval's instructions open the user's"
+    note = "note: the chat template has no system turn, so L-Eval's instructions open the user's turn"
     for task, said in (("leval:gsm100", True), ("longbench:hotpotqa", False)):
         assert run(tmp_path / "model", "--tasks", task, "--data", data, *SMALL) == 0
         assert (note in capsys.readouterr().err) == said
@@ -186,7 +186,7 @@ def test_a_data_folder_of_another_benchmark_is_refused(data, capsys):
 def test_a_file_that_is_no_results_file_is_kept(tmp_path, capsys):
     (tmp_path / "mine").write_text("mine")
     code, said, _ = fails(capsys, "/nowhere/at/all", "--tasks", "passkey", "--json", tmp_path / "mine", "--overwrite")
-    assert (code, said) == (1, f"{tmp_path / 'mine'} is there and holds no results of `rpe3d eval`")
+    assert (code, said) == (1, f"{tmp_path / 'mine'} exists but holds no results of `rpe3d eval`")
     assert (tmp_path / "mine").read_text() == "mine"
 
 
@@ -253,6 +253,54 @@ def test_longppl_is_that_of_compare_on_the_same_key_tokens(folder, tmp_path, cap
     keys.write_text(json.dumps(content))
     code, problem, _ = fails(capsys, *asked, "--json", tmp_path / "e.json")
     assert (code, problem) == (1, f"{tmp_path / 'e.json'} holds results of other data")
+
+
+def test_an_option_that_has_no_effect_is_said(folder, data, tmp_path, capsys, quick):
+    idle = ("--copies", "1", "--limit", "1", "--data", data, "--texts", data / "hotpotqa.jsonl", "--chat", "none")
+    assert run(folder, "--tasks", "passkey", *SMALL, *idle, "--chat-rules", "authors", "--overwrite") == 0
+    said = [line.split()[1] for line in capsys.readouterr().err.splitlines() if "has no effect" in line]
+    assert sorted(said) == ["--chat", "--chat-rules", "--copies", "--data", "--limit", "--overwrite", "--texts"]
+    used = (
+        "--limit",
+        "1",
+        "--data",
+        data,
+        "--texts",
+        data / "hotpotqa.jsonl",
+        "--windows",
+        "1",
+        "--json",
+        tmp_path / "r",
+    )
+    assert run(folder, "--tasks", f"{TASKS},copy", *SMALL, *used, "--seed", "1", "--overwrite") == 1  # a short text
+    said = [line for line in capsys.readouterr().err.splitlines() if "has no effect" in line]
+    assert said == ["note: --windows has no effect without ppl or longppl"]
+
+
+def test_key_tokens_of_another_tokenizer_serve_eval_as_they_serve_compare(folder, tmp_path, capsys):
+    """A file that `compare --keys` took was refused by `eval --keys`."""
+    keys, text = tmp_path / "keys.json", tmp_path / "t.txt"
+    text.write_text("one two three four " * 100)
+    shared = ("--windows", "2", "--device", "cpu", "--keys", keys, "--texts", text)
+    compare = ("compare", folder, "--laws", "rope,dca", "--lengths", "512", "--measures", "longppl", *shared)
+    assert main([*map(str, compare)]) == 0
+    content = json.loads(keys.read_text()) | {"tokenizer": "another"}
+    content["keys"]["512"]["spans"] = {"t.txt": [[100, 300], [700, 900]]}
+    keys.write_text(json.dumps(content))
+    assert main([*map(str, (*compare, "--json", tmp_path / "c.json"))]) == 0
+    asked = (folder, "--tasks", "longppl", "--law", "rope,dca", *shared, "--json", tmp_path / "e.json", "--length")
+    assert run(*asked, "512") == 0
+    compared, found = (json.loads((tmp_path / name).read_text())["rows"] for name in ("c.json", "e.json"))
+    assert [row["score"] for row in found] == [row["long_ppl"] for row in compared]
+    assert run(*asked, "384,512") == 0  # the same keys, of which another length has others
+    rows = json.loads((tmp_path / "e.json").read_text())["rows"]
+    assert [row for row in rows if row["length"] == 512] == found
+    assert len(rows) == 4
+    del content["keys"]["512"]["spans"]
+    keys.write_text(json.dumps(content))
+    capsys.readouterr()
+    code, problem, _ = fails(capsys, *asked, "512")
+    assert (code, problem) == (1, f"{keys} holds key tokens of another tokenizer")
 
 
 def test_longppl_without_key_tokens_is_refused(folder, tmp_path, capsys):

@@ -53,6 +53,11 @@ def test_a_file_is_written_whole(tmp_path, results, few, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["compare.json", "page.html"]
 
 
+def test_options_of_the_server_beside_a_file_are_said(tmp_path, few, capsys):
+    assert main(["explore", "--out", str(tmp_path / "page.html"), "--port", "9000"]) == 0
+    assert "note: --port has no effect without a server: --out writes a file" in capsys.readouterr().err
+
+
 def test_a_place_that_cannot_be_written_to_is_refused_before_the_work(tmp_path, capsys, monkeypatch):
     def never(*_, **__):
         raise AssertionError("it began")
@@ -69,7 +74,10 @@ def test_results_of_something_else_are_refused(tmp_path, capsys, text):
     path = tmp_path / "other.json"
     path.write_text(text)
     code, problem, _ = refusal(capsys, "explore", "--compare", path, "--no-browser")
-    assert (code, problem) == (1, f"{path} is there and holds no results of `rpe3d compare`")
+    assert (code, problem) == (1, f"{path} exists but holds no results of `rpe3d compare`")
+    path.write_text('{"kind": "compare", "schema": 1, "model": {}, "rows": [{"law": "rope", "status": "ok"}]}')
+    code, problem, _ = refusal(capsys, "explore", "--compare", path, "--no-browser")
+    assert (code, problem) == (1, f"{path} is damaged ('length' is missing or wrong)")
     none = tmp_path / "none.json"
     assert refusal(capsys, "explore", "--compare", none)[1] == f"there is no file {none}"
 

@@ -165,7 +165,9 @@ def test_a_place_that_cannot_be_written_to_is_refused_before_any_work(tmp_path, 
     (tmp_path / "file").write_text("mine")
     more = ("--context", "1k") if verb == "extend" else ()
     argv = (verb, "/nowhere/at/all", "--out", tmp_path / "file" / "new", *more)
-    assert refusal(capsys, *argv) == (1, f"{tmp_path / 'file'} is a file, not a folder", "give --out another place")
+    assert refusal(capsys, *argv) == (1, f"{tmp_path / 'file'} is a file, not a folder", "pass another path to --out")
+    code, problem, _ = refusal(capsys, verb, "/nowhere/at/all", "--out", tmp_path / "\udcff", *more)
+    assert (code, problem.partition(" is not UTF-8")[1]) == (1, " is not UTF-8")
 
 
 def test_another_type_is_written_where_it_is_asked_for(tmp_path):

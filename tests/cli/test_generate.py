@@ -59,7 +59,7 @@ def test_a_document_is_read_in_pieces_and_answered_alike(folder, document, capsy
     assert "reading" in pieces.err
     assert "reading" not in whole.err
     grown = said(capsys, *argv, "--piece", "100", "--law", "dynamic", "-v")
-    assert "the prompt is read at once: its frequencies change" in grown.err
+    assert "the prompt is read in one piece: its frequencies change" in grown.err
     assert "tokens read and 8 written in" in grown.err
     assert "--piece is 0" in refusal(capsys, "generate", *argv, "--piece", "0")[1]
 
@@ -89,8 +89,8 @@ def test_a_document_is_read_under_one_law_and_asked_under_another(folder, docume
 def test_what_cannot_be_asked_under_another_law_is_refused(folder, document, capsys):
     """A law that rotates what lies in the cache otherwise would be wrong without a word."""
     argv = ("generate", folder, "where?", "--document", document, *FEW)
-    assert refusal(capsys, *argv, "--ask", "yarn")[1] == "--ask is for 3d-rpe, and --ask is yarn"
-    assert refusal(capsys, *argv, "--law", "yarn", "--ask", "3d-rpe")[1] == "--ask is for 3d-rpe, and --law is yarn"
+    assert refusal(capsys, *argv, "--ask", "yarn")[1] == "--ask is for 3d-rpe, but --ask is yarn"
+    assert refusal(capsys, *argv, "--law", "yarn", "--ask", "3d-rpe")[1] == "--ask is for 3d-rpe, but --law is yarn"
     assert "after a document" in refusal(capsys, "generate", folder, "where?", *FEW, "--ask", "3d-rpe")[1]
     assert "chunk is 999" in refusal(capsys, *argv, "--ask", "3d-rpe:chunk=999")[1]
     assert "decay is 0" in refusal(capsys, *argv, "--ask", "3d-rpe:far=2,decay=0")[1]
@@ -161,14 +161,14 @@ def test_a_checkpoint_keeps_its_own_3d_rpe_for_the_document(folder, tmp_path, do
     assert "replaced" not in found
     assert "asked under 3d-rpe from 256 to 1024 tokens, chunk 16" in found
     refused = refusal(capsys, "generate", tmp_path / "other", "where?", *argv)[1]
-    assert refused == "--ask is for 3d-rpe, and the checkpoint's own law is yarn"
+    assert refused == "--ask is for 3d-rpe, but the checkpoint's own law is yarn"
 
 
 def test_a_template_that_refuses_the_prompt_is_said(folder, tmp_path, capsys):
     made = tiny_lm.save(tmp_path / "chat")
     (made / "chat_template.jinja").write_text("{{ raise_exception('no users here') }}")
     code, problem, hint = refusal(capsys, "generate", made, "where?", *FEW)
-    assert (code, problem) == (1, "the model's chat template refuses the prompt: no users here")
+    assert (code, problem) == (1, "the model's chat template rejects the prompt: no users here")
     assert "--raw" in hint
 
 
@@ -207,3 +207,9 @@ def test_a_law_of_the_checkpoint_that_is_replaced_is_said(folder, tmp_path, docu
     assert "the checkpoint's law is for 512; --context N replaces it" in kept
     replaced = said(capsys, own, "where?", "--document", document, "--context", "1k", *FEW).err
     assert "note: the checkpoint's own law (3d-rpe from 256 to 512 tokens, chunk 32," in replaced
+
+
+def test_a_seed_that_has_no_effect_is_said(folder, capsys):
+    told = "note: --seed has no effect without a --temperature above 0"
+    assert told in said(capsys, folder, "where?", *FEW, "--seed", "1").err
+    assert "no effect" not in said(capsys, folder, "where?", *FEW, "--seed", "1", "--temperature", "1").err

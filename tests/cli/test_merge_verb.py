@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 
 import pytest
 import torch
@@ -67,7 +68,7 @@ def test_a_run_is_told_from_its_adapter(adapter, tmp_path, capsys):
     run = tmp_path / "run"
     shutil.copytree(adapter, run / "adapter")
     _, problem, hint = refusal(capsys, "merge", run, "--out", tmp_path / "m")
-    assert (problem, hint) == (f"{run} holds no adapter", f"its adapter is {run / 'adapter'}: give that folder")
+    assert (problem, hint) == (f"{run} holds no adapter", f"its adapter is {run / 'adapter'}: pass that folder")
     (run / "run.json").write_text("{}")
     shutil.rmtree(run / "adapter")
     assert "the same `rpe3d train` command resumes it" in refusal(capsys, "merge", run, "--out", tmp_path / "m")[2]
@@ -96,7 +97,7 @@ def test_a_base_of_another_length_is_refused(adapter, tmp_path, capsys):
     tiny_lm.tokenizer().save_pretrained(tmp_path / "other")
     code, problem, _ = refusal(capsys, "merge", adapter, "--base", tmp_path / "other", "--out", tmp_path / "m")
     assert code == 1
-    assert problem == f"the adapter was trained on a model of 256 positions, and {tmp_path / 'other'} has 128"
+    assert problem == f"the adapter was trained on a model of 256 positions, but {tmp_path / 'other'} has 128"
     assert not (tmp_path / "m").exists()
 
 
@@ -112,7 +113,7 @@ def test_other_weights_than_the_adapter_was_trained_on_are_named(adapter, tmp_pa
     torch.nn.init.normal_(model.model.layers[0].mlp.down_proj.weight)
     model.save_pretrained(other)
     assert main(["merge", str(adapter), "--base", str(other), "--out", str(tmp_path / "m")]) == 0
-    told = f"note: the files of {other} are not those that the adapter was trained on: merged all the same\n"
+    told = f"note: the files of {other} are not those that the adapter was trained on: merging anyway\n"
     assert told in capsys.readouterr().err
     assert main(["merge", str(adapter), "--out", str(tmp_path / "same")]) == 0
     assert "not those" not in capsys.readouterr().err
@@ -124,6 +125,31 @@ def test_a_base_of_other_shapes_is_refused_in_a_sentence(adapter, tmp_path, caps
     type(base.model)(base.model.config).save_pretrained(tmp_path / "wide")
     base.tokenizer.save_pretrained(tmp_path / "wide")
     code, problem, hint = refusal(capsys, "merge", adapter, "--base", tmp_path / "wide", "--out", tmp_path / "m")
-    assert (code, hint) == (1, "give --base the model that it was trained on")
+    assert (code, hint) == (1, "pass the model that it was trained on to --base")
     assert problem.startswith(f"the adapter does not fit {tmp_path / 'wide'} (")
     assert not (tmp_path / "m").exists()
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_base_of_more_or_fewer_layers_is_refused(adapter, tmp_path, capsys, layers):
+    """PEFT leaves out tensors that have no place, and layers without a tensor: a part of the adapter was merged."""
+    base = load(str(adapter.parents[1] / "model"), device="cpu")
+    base.model.config.num_hidden_layers = layers
+    type(base.model)(base.model.config).save_pretrained(tmp_path / "other")
+    base.tokenizer.save_pretrained(tmp_path / "other")
+    with warnings.catch_warnings(action="ignore"):
+        code, problem, hint = refusal(capsys, "merge", adapter, "--base", tmp_path / "other", "--out", tmp_path / "m")
+    assert (code, hint) == (1, "pass the model that it was trained on to --base")
+    assert problem == f"the adapter does not fit {tmp_path / 'other'}: its tensors are of other layers"
+    assert not (tmp_path / "m").exists()
+
+
+def test_weights_of_an_adapter_that_are_missing_or_damaged_are_said(adapter, tmp_path, capsys):
+    copied = tmp_path / "adapter"
+    shutil.copytree(adapter, copied)
+    file = copied / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:200])
+    code, problem, _ = refusal(capsys, "merge", copied, "--out", tmp_path / "m")
+    assert (code, problem.partition(" (")[0]) == (1, f"{file} is damaged or cut short")
+    file.unlink()
+    assert refusal(capsys, "merge", copied, "--out", tmp_path / "m")[:2] == (1, f"{copied} has no {file.name}")

@@ -40,9 +40,10 @@ def test_all_three_suites_are_scored(tmp_path, capsys):
         (["longbenches", "lcc"], [GOOD], "suite 'longbenches' is not known", "did you mean 'longbench'?"),
         (["longbench", "lcc"], [GOOD, {"answers": ["x"]}], "record 2 has no field 'pred'", "LongBench's format"),
         (["longbench", "trec"], [GOOD], "trec needs the names of all classes", "LongBench's format"),
+        (["longbench", "trec"], [{**GOOD, "all_classes": [1]}], "`all_classes` of record 1 is not a list of", "format"),
         (["leval", "tpo"], [GOOD], "record 1 has no field 'gt', but 'pred'", "L-Eval's format"),
         (["longbench", "lcc"], [GOOD, b'{"pred": "\xe9"}'], "line 2 of ", "UTF-8"),
-        (["longbench", "lcc"], [b"not json"], "line 1 of ", "one object a line"),
+        (["longbench", "lcc"], [b"not json"], "line 1 of ", "one object per line"),
         (["longbench", "lcc"], [], "a.jsonl is empty", "JSONL"),
     ],
 )
@@ -58,3 +59,22 @@ def test_a_missing_file_and_a_missing_option_are_said(tmp_path, capsys):
     code, said, _ = refusal(capsys, "score", "--suite", "longbench", "--task", "lcc", tmp_path / "none.jsonl")
     assert (code, said) == (1, f"cannot read {tmp_path / 'none.jsonl'}: No such file or directory")
     assert refusal(capsys, "score", "--task", "lcc", tmp_path / "none.jsonl")[0] == 2
+
+
+def test_a_prediction_that_is_there_twice_counts_twice_and_is_said(tmp_path, capsys):
+    """As in the benchmark's own script; two runs appended to one file look like one."""
+    file = write(tmp_path / "a.jsonl", {**GOOD, "_id": "a"}, {**GOOD, "_id": "b"}, {**GOOD, "_id": "a"})
+    assert main(["score", "--suite", "longbench", "--task", "hotpotqa", str(file)]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["n"] == 3
+    assert captured.err == "note: 1 of 3 predictions have the '_id' of an earlier one, and count as well\n"
+
+
+def test_the_score_is_written_to_a_file_as_well(tmp_path, capsys):
+    file, out = write(tmp_path / "a.jsonl", GOOD), tmp_path / "score.json"
+    argv = ["score", "--suite", "longbench", "--task", "hotpotqa", str(file), "--json"]
+    assert main([*argv, str(out)]) == 0
+    assert json.loads(out.read_text()) == json.loads(capsys.readouterr().out)
+    assert main([*argv, "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["score"] == 100.0
+    assert refusal(capsys, *argv, tmp_path / "no" / "score.json")[1] == f"there is no folder {tmp_path / 'no'}"

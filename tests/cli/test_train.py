@@ -53,7 +53,7 @@ def test_a_run_writes_its_folder_and_says_where_the_result_is(folder, text, tmp_
     assert captured.err.splitlines()[-1].startswith(f"wrote {out / 'adapter'}, {out / 'log.csv'}, {out / 'loss.png'}; ")
     assert json.loads((out / "run.json").read_text())["parameters"] == {"chunk": 16, "window": 16, "reach": 48}
     assert main([*map(str, command)]) == 0
-    assert f"note: {out / 'adapter'} is finished already" in capsys.readouterr().err
+    assert f"note: {out / 'adapter'} is already finished" in capsys.readouterr().err
 
 
 def test_options_go_before_the_recipe_and_the_rest_is_left_to_the_defaults(tmp_path):
@@ -100,6 +100,21 @@ def test_what_is_wrong_is_said_before_anything_is_written(tmp_path, capsys, argv
     assert said.startswith(problem)
     assert hint
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "idle"),
+    [
+        (["sft", "--pack", "--text-field", "body"], ["--pack", "--text-field"]),
+        (["lm", "--method", "full", "--rank", "4"], ["--rank"]),
+        (["lm", "--pack", "--rank", "4"], []),
+    ],
+)
+def test_an_option_that_has_no_effect_is_said(tmp_path, capsys, argv, idle):
+    kind, *more = argv
+    main(["train", kind, "/nowhere/at/all", "--context", "512", "--data", "x", "--out", str(tmp_path / "run"), *more])
+    said = [line.split()[1] for line in capsys.readouterr().err.splitlines() if "has no effect" in line]
+    assert said == idle
 
 
 def test_a_recipe_of_the_other_kind_is_refused(tmp_path, capsys):

@@ -56,6 +56,11 @@ def test_the_law_file_holds_the_choice_and_its_evidence(folder, tmp_path, capsys
     assert "copies from up to 160 of its 256 positions" in captured.out
     assert "reach 120" in captured.out
     assert captured.err.splitlines()[-1].startswith(f"wrote {out}")
+    again = tmp_path / "again.json"
+    assert run(folder, "--context", "1k", "--out", again, "--seed", "3", "--trials", "2", "--json", "-", "-q") == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed.pop("schema"), printed.pop("kind")) == (1, "tune")
+    assert printed == json.loads(again.read_text())
     given = law(str(out))
     assert (given.label, given.name, given.pretrained) == ("law", "3d-rpe", 256)
     assert given.parameters == {"chunk": 40, "window": 80, "reach": 120, "focus": FOCUS, "fade": FADE, "sinks": 0}
@@ -82,8 +87,9 @@ def test_the_first_token_keeps_its_weight_where_that_costs_less(folder, tmp_path
     said = " ".join(capsys.readouterr().out.split())
     assert "reach 128: half of the pretrained length" in said
     assert (
-        "focus 1, fade 0.5, sinks 1: at 512 tokens text and repetitions cost 2.500 + 0.100 nats where all far keys "
-        "fade (even), 2.500 + 0.090 where the first token does not (anchored); anchored is picked, as none costs less"
+        "focus 1, fade 0.5, sinks 1: at 512 tokens text and repetitions cost 2.500 + 0.100 nats if all far keys "
+        "fade (even), 2.500 + 0.090 if the first token does not fade (anchored); anchored is picked, since none "
+        "costs less"
     ) in said
 
 
@@ -115,11 +121,11 @@ def test_a_chosen_far_field_is_picked_where_it_costs_least(folder, tmp_path, cap
     )
     assert measured["picked"] == {"way": "chosen", "criterion": "text + again is the lowest"}
     said = " ".join(capsys.readouterr().out.split())
-    assert "far 8: blocks of 16 keys that a query sees; half of the reach, 8 blocks at least" in said
+    assert "far 8: blocks of 16 keys that a query sees; half of the reach, at least 8 blocks" in said
     assert (
-        "focus 0, fade 0, sinks 0: at 512 tokens text and repetitions cost 2.500 + 0.300 nats where all far keys fade "
-        "(even), 2.500 + 0.200 where the first token does not (anchored), 2.500 + 0.100 where a query chooses its far "
-        "keys (chosen); chosen is picked, as none costs less"
+        "focus 0, fade 0, sinks 0: at 512 tokens text and repetitions cost 2.500 + 0.300 nats if all far keys fade "
+        "(even), 2.500 + 0.200 if the first token does not fade (anchored), 2.500 + 0.100 if a query chooses its far "
+        "keys (chosen); chosen is picked, since none costs less"
     ) in said
     model = load(str(folder), device="cpu").model
     assert rpe3d.law_of(rpe3d.extend(model, out)) == made
@@ -128,8 +134,8 @@ def test_a_chosen_far_field_is_picked_where_it_costs_least(folder, tmp_path, cap
 @pytest.mark.parametrize(
     ("context", "way", "why"),
     [
-        ("512", "anchored", "as none costs less"),
-        ("1k", "chosen", "as it costs at most 0.01 more and gains with the length of a text"),
+        ("512", "anchored", "since none costs less"),
+        ("1k", "chosen", "since it costs at most 0.01 more and gains with the length of a text"),
     ],
 )
 def test_of_ways_that_cost_the_same_the_earlier_is_picked_or_for_longer_texts_the_choice(
@@ -199,7 +205,7 @@ def test_texts_that_are_too_short_for_more_leave_the_defaults(folder, tmp_path, 
     text.write_text(("A text of a few words. " * 14)[:320])  # a byte is a token
     out = tmp_path / "law.json"
     assert run(folder, "--context", "1k", "--out", out, "--texts", text, "--device", "cpu") == 0
-    assert "sinks 0: the defaults, since the texts are too short to try another" in " ".join(
+    assert "sinks 0: the defaults, since the texts are too short to try others" in " ".join(
         capsys.readouterr().out.split()
     )
     assert json.loads(out.read_text())["measured"]["weighed"] == {}
@@ -221,7 +227,7 @@ def test_a_model_that_copies_nothing_gets_the_rule_of_thumb_and_is_told_so(folde
     """Random weights, measured for real."""
     out = tmp_path / "law.json"
     assert run(folder, "--context", "1k", "--out", out, "--trials", "1", "--device", "cpu") == 0
-    assert "the rule of thumb stands" in capsys.readouterr().out
+    assert "the rule of thumb applies" in capsys.readouterr().out
     content = json.loads(out.read_text())
     assert content.pop("measured")["effective"] == 0
     assert (content["chunk"], content["window"], content["reach"]) == (16, 80, 128)
@@ -241,12 +247,16 @@ def test_a_law_file_is_replaced_only_when_asked(folder, tmp_path, capsys, monkey
 @pytest.mark.parametrize(
     ("argv", "problem"),
     [
-        (["--context", "1k", "--out", "law"], "the law file law is not called .json"),
+        (["--context", "1k", "--out", "law"], "the law file law does not end in .json"),
         (["--context", "1k", "--out", "none/law.json"], "there is no folder none"),
         (["--context", "1k", "--trials", "0"], "trials is 0, outside [1, 2147483648]"),
         (
             ["--context", "1k", "--law", "dpe", "--chosen"],
             "--chosen is about the far field of 3d-rpe, and dpe has none",
+        ),
+        (
+            ["--context", "1k", "--law", "dpe", "--seed", "1"],
+            "--seed is about 3d-rpe: the questions of dpe have RULER's seed",
         ),
         (["--context", "1k", "--texts", "none.txt"], "cannot read none.txt: No such file or directory"),
     ],

@@ -49,7 +49,7 @@ def test_they_are_rows_in_vicunas_chat_with_their_own_rope_settings(checkpoint):
 def test_a_model_that_does_not_say_its_context_needs_a_length():
     config = SimpleNamespace()
     config.get_text_config = lambda decoder: config
-    with pytest.raises(ConfigError, match="SimpleNamespace does not say how long its context is: give --length"):
+    with pytest.raises(ConfigError, match="SimpleNamespace does not say how long its context is: pass --length"):
         own_length(SimpleNamespace(config=config))
     config.seq_length = 32768  # as ChatGLM says it
     assert own_length(SimpleNamespace(config=config)) == 32768

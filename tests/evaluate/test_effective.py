@@ -244,7 +244,7 @@ def test_a_window_is_as_long_as_the_texts_allow(first):
 
 
 def test_too_little_text_or_too_few_positions_are_refused():
-    with pytest.raises(ConfigError, match="the texts have 8999 tokens, and measuring 8192 positions takes 10240"):
+    with pytest.raises(ConfigError, match="the texts have 8999 tokens, but measuring 8192 positions takes 10240"):
         make_nested(TEXT, 8192, seed=0)
     with pytest.raises(ConfigError, match="the model has 128 positions, too few to measure"):
         measure_distances(None, TEXT, 128, [0], (), quiet)

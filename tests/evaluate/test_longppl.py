@@ -163,9 +163,12 @@ def test_a_file_of_key_tokens_serves_other_laws(measured, monkeypatch, tmp_path)
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"kind": "compare"}, "exists and does not hold key tokens"),
+        ({"kind": "compare"}, "exists but does not hold key tokens"),
         ({"tokenizer": "x"}, "holds key tokens of another tokenizer"),
         ({"texts": {}}, "holds key tokens of other texts"),
+        ({"keys": None}, "is damaged: its key tokens are not as they were written"),
+        ({"keys": {"512": {}}}, "is damaged"),
+        ({"keys": {"long": {}}}, "is damaged"),
     ],
 )
 def test_a_file_of_other_key_tokens_is_refused(measured, tmp_path, change, problem):
@@ -211,6 +214,18 @@ def test_key_tokens_of_another_tokenizer_are_those_within_its_spans(others, mode
     assert json.loads(file.read_text()) == content
 
 
+@pytest.mark.parametrize(
+    "damage", [{"windows": [{}]}, {"windows": None}, {"spans": []}, {"spans": {"words": [[5]]}}, {"by": {}}]
+)
+def test_damaged_key_tokens_are_refused_in_a_sentence(others, model, tokenizer, damage):
+    text, file, content = others
+    content["keys"]["32768"] |= damage
+    file.write_text(json.dumps(content))
+    settings = Settings(laws=["rope"], lengths=[LENGTH], measures=["longppl"], windows=2)
+    with pytest.raises(ConfigError, match="is damaged: its key tokens are not as they were written"):
+        compare(model, tokenizer, settings, texts=[text], keys=file)
+
+
 def test_without_offsets_key_tokens_of_another_tokenizer_are_refused(others, model, tokenizer, monkeypatch):
     text, file, content = others
     settings = Settings(laws=["rope"], lengths=[LENGTH], measures=["longppl"], windows=2)
@@ -246,7 +261,7 @@ def test_what_cannot_be_measured_is_refused(measured, tmp_path):
     with pytest.raises(ConfigError, match="none of streaming-llm reads the whole text"):
         measured("streaming-llm")
     measured("rope", keys=tmp_path / "keys.json")
-    with pytest.raises(ConfigError, match="the key tokens at 512 are of other windows"):
+    with pytest.raises(ConfigError, match="the key tokens at 512 come from other windows"):
         measured("rope", keys=tmp_path / "keys.json", windows=3)
     with pytest.raises(ConfigError, match="there is no folder"):
         measured("rope", keys=tmp_path / "none" / "keys.json")

@@ -53,7 +53,7 @@ def test_results_of_something_else_are_refused_unless_they_may_go(file):
 
 def test_rows_that_were_merged_by_hand_are_refused(file):
     write_json(file, {**CONTENT, "rows": [{**ROW, "made_from": "something else"}]})
-    with pytest.raises(ConfigError, match=r"rope at 256 in .*r\.json was made from something else than the file says"):
+    with pytest.raises(ConfigError, match=r"rope at 256 in .*r\.json was not made from what the file says"):
         rows_of(file, CONTENT, overwrite=False)
 
 
@@ -106,3 +106,18 @@ def test_longppl_of_earlier_files_is_read_by_its_name_of_today(file):
     row = {name: value for name, value in ROW.items() if name != "length"}
     write_json(file, {**CONTENT, "rows": [{**row, "longppl": 7.5}, ROW]})
     assert read(file)["rows"] == [{**row, "long_ppl": 7.5}, ROW]
+
+
+@pytest.mark.parametrize(
+    ("rows", "problem"),
+    [
+        (None, "it has no list of rows"),
+        ([1], "it has no list of rows"),
+        ([{}], "a row has no 'law'"),
+        ([{"law": "rope", "length": 256}], "a row has no 'status'"),
+    ],
+)
+def test_a_file_with_damaged_rows_is_refused_in_a_sentence(file, rows, problem):
+    write_json(file, {**CONTENT, "rows": rows})
+    with pytest.raises(ConfigError, match=f"is damaged: {problem}"):
+        rows_of(file, CONTENT, overwrite=False)

@@ -41,11 +41,11 @@ def test_a_compressed_copy_is_the_same_text(tmp_path):
         ("a.txt", b" \n\t", "is empty"),
         ("a.txt", b"abc\xff\xfe", "is not UTF-8 text .byte 3 is 0xff"),
         ("a.bin", b"abc\0def", "is a binary file"),
-        ("a.xz", b"no xz at all", "is not a whole .xz file"),
-        ("a.xz", lzma.compress(b"text" * 1000)[:-20], "is not a whole .xz file"),
-        ("a.gz", b"no gz at all", "is not a whole .gz file"),
-        ("a.gz", gzip.compress(b"text" * 1000, mtime=0)[:-20], "is not a whole .gz file"),
-        ("a.bz2", bz2.compress(b"text" * 1000)[:-20], "is not a whole .bz2 file"),
+        ("a.xz", b"no xz at all", "is not a complete .xz file"),
+        ("a.xz", lzma.compress(b"text" * 1000)[:-20], "is not a complete .xz file"),
+        ("a.gz", b"no gz at all", "is not a complete .gz file"),
+        ("a.gz", gzip.compress(b"text" * 1000, mtime=0)[:-20], "is not a complete .gz file"),
+        ("a.bz2", bz2.compress(b"text" * 1000)[:-20], "is not a complete .bz2 file"),
     ],
 )
 def test_what_is_no_text_is_refused(tmp_path, name, raw, problem):
@@ -83,3 +83,15 @@ def test_files_are_named_by_text_or_path(tmp_path):
     """`read_texts` is called from Python as well, for `tune`."""
     (tmp_path / "a.txt").write_text("one")
     assert read_texts([str(tmp_path / "a.txt")]) == read_texts([tmp_path / "a.txt"])
+
+
+def test_texts_of_one_name_are_told_apart_and_none_is_read_twice(tmp_path):
+    """Their windows looked as if they overlapped, so that differences had no interval."""
+    files = [tmp_path / folder / "book.txt" for folder in ("a", "b")]
+    for file in files:
+        file.parent.mkdir()
+        file.write_text(file.parent.name)
+    assert [text.name for text in read_texts(files)] == [str(file) for file in files]
+    assert [text.name for text in read_texts(files[:1])] == ["book.txt"]
+    with pytest.raises(ConfigError, match=r"book\.txt is given twice"):
+        read_texts([files[0], tmp_path / "b" / ".." / "a" / "book.txt"])

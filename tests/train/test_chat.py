@@ -38,8 +38,8 @@ def test_alpaca_records_become_a_question_and_an_answer():
 @pytest.mark.parametrize(
     ("record", "problem"),
     [
-        ({}, "line 7 is no conversation: it has no fields"),
-        ({"text": "x"}, "line 7 is no conversation: it has text"),
+        ({}, "line 7 is not a conversation: it has no fields"),
+        ({"text": "x"}, "line 7 is not a conversation: it has text"),
         ({"messages": [{"role": "user"}]}, "line 7 has a message without role or content"),
         ({"messages": TALK[:1]}, "line 7 has no answer"),
     ],

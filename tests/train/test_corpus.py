@@ -71,7 +71,7 @@ def test_a_long_record_comes_in_pieces(tmp_path, monkeypatch):
         ("a.json", b"{}", "a.json is not a list"),
         ("a.txt", b"", "a.txt is empty"),
         ("a.txt", b"ab\xff", r"a.txt is not UTF-8 text \(byte 2 is 0xff\)"),
-        ("a.txt.xz", b"not xz", "is not a whole .xz file"),
+        ("a.txt.xz", b"not xz", "is not a complete .xz file"),
         ("a.jsonl", b"\n\n", "there are no documents"),
     ],
 )

@@ -107,11 +107,11 @@ def test_a_checkpoint_is_resumed_as_it_was_made(runs, asked, monkeypatch):
 @pytest.mark.parametrize(
     ("variable", "value", "problem"),
     [
-        ("FSDP_VERSION", "1", "fsdp_version is 1, and training has FSDP2 alone"),
+        ("FSDP_VERSION", "1", "fsdp_version is 1, but training supports only FSDP2"),
         ("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT", "saves whole checkpoints"),
-        ("FSDP_CPU_RAM_EFFICIENT_LOADING", "true", "reads the weights"),
+        ("FSDP_CPU_RAM_EFFICIENT_LOADING", "true", "reads a model's weights"),
         ("FSDP_OFFLOAD_PARAMS", "True", "on the device"),
-        ("FSDP_ACTIVATION_CHECKPOINTING", "true", "both compute activations again"),
+        ("FSDP_ACTIVATION_CHECKPOINTING", "true", "both recompute activations"),
     ],
 )
 def test_a_configuration_that_cannot_be_saved_or_resumed_is_refused(asked, monkeypatch, variable, value, problem):

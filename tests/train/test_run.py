@@ -42,7 +42,7 @@ def test_an_adapter_carries_its_law_and_merges_into_a_model_that_does(asked, tmp
     law = json.loads((result / "rpe3d.json").read_text())["law"]
     assert (law["name"], law["context"], law["chunk"]) == ("3d-rpe", 512, 16)
     base = load(str(model_folder), device="cpu", with_tokenizer=False).model
-    with pytest.raises(ConfigError, match="this base is under no law"):
+    with pytest.raises(ConfigError, match="this base is not under a law"):
         load_adapter(base, result)
     stock = base(ids).logits
     adapted = load_adapter(rpe3d.extend(base, context=512, **asked["parameters"]), result).eval()
@@ -196,7 +196,7 @@ def test_a_broken_line_is_named_wherever_it_is_met(asked, tmp_path):
         ({"model": "/nowhere"}, "there is no file or folder /nowhere"),
         ({"parameters": {"reach": 8}}, "reach is 8"),
         ({"kind": "sft"}, "is plain text, without questions and answers"),
-        ({"pretrained": 128}, "the law was made for a model of 128 positions, and this one has 256"),
+        ({"pretrained": 128}, "the law was made for a model of 128 positions, but this one has 256"),
         ({"batch": 3, "micro_batch": 2}, "a batch of 3 cannot be divided"),
         ({"sequence_parallel": 2}, "1 processes cannot be divided into groups of 2"),
     ],
@@ -275,7 +275,7 @@ def test_a_base_model_with_a_weight_that_is_not_finite_is_named_not_the_text(ask
     weights = load_file(tmp_path / "model" / "model.safetensors")
     weights["model.norm.weight"][0] = torch.nan
     save_file(weights, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match=r"norm\.weight holds 1 that are NaN") as caught:
+    with pytest.raises(ConfigError, match=r"norm\.weight holds NaN or infinity \(1 of its numbers\)") as caught:
         run(asked, tmp_path / "run", model=str(tmp_path / "model"))
     assert "copy or convert the model's weights again" in caught.value.hint
 
@@ -323,7 +323,7 @@ def test_a_run_resumes_from_the_last_checkpoint_that_is_sound(asked, tmp_path, d
     said = []
     train(Settings(**asked | QUICK | {"steps": 3}), again, device="cpu", note=said.append)
     assert said[0] == f"checkpoint-2 cannot be used, since {why}: it is now damaged-checkpoint-2"
-    assert said[-1] == "resumes from checkpoint-1"
+    assert said[-1] == "resuming from checkpoint-1"
     assert (again / name).read_bytes() == whole
     assert names_in(again, "*checkpoint-*") == ["checkpoint-3", "damaged-checkpoint-2"]
 
@@ -349,7 +349,7 @@ def test_a_finished_run_takes_more_steps_bit_for_bit(asked, tmp_path):
     assert (result / name).read_bytes() == (whole / name).read_bytes()
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
     assert names_in(tmp_path / "run", "*") == names_in(tmp_path / "whole", "*")
-    with pytest.raises(ConfigError, match="holds 5 steps already, and 4 are asked for"):
+    with pytest.raises(ConfigError, match="already holds 5 steps, but 4 are asked for"):
         run(asked, tmp_path / "run", steps=4)
 
 

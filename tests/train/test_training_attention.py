@@ -163,7 +163,7 @@ def test_float32_weights_under_autocast_run_in_bfloat16(ids, group):
 def test_heads_that_choose_together_are_not_parted(ids):
     """Every query head would choose for itself, out of its group of tokens alone: not what the model does later."""
     model = rpe3d.extend(tiny_lm.model(), context=512, **BOUNDED, far=2)
-    with training_attention(model, TrainingAttention(group=32)), pytest.raises(ConfigError, match="out of the whole"):
+    with training_attention(model, TrainingAttention(group=32)), pytest.raises(ConfigError, match="from the whole"):
         model(ids)
     two = SequenceParallel(size=2, rank=0, group=None)
     q, k = torch.zeros(1, 6, 4, 8), torch.zeros(1, 3, 4, 8)

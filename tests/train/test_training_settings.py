@@ -35,13 +35,15 @@ def test_settings_come_back_from_what_they_say():
         ({"length": 65536}, "length is 65536, above the context 32768"),
         ({"pose": 1, "length": 8}, "pose is 1"),
         ({"pose": 2}, "pose has no positions to skip to"),
-        ({"pose": 2, "length": 8, "kind": "sft"}, "pose skips positions inside answers"),
-        ({"attention": "s2", "sequence_parallel": 2}, "s2 goes with neither"),
+        ({"pose": 2, "length": 8, "kind": "sft"}, "pose would also skip positions inside answers"),
+        ({"attention": "s2", "sequence_parallel": 2}, "s2 cannot be combined with"),
         ({"attention": "s2", "length": 7}, "too short for the four groups of s2"),
         ({"length": 1001, "sequence_parallel": 2}, "windows of 1001 tokens cannot be shared by 2 processes"),
         ({"method": "qlora"}, "method 'qlora' is not known"),
         ({"batch": 0}, "batch is 0"),
         ({"learning_rate": 0.0}, "learning_rate is 0.0"),
+        ({"beta1": 1.5}, "beta1 is 1.5, not below 1"),
+        ({"beta2": 1}, "beta2 is 1, not below 1"),
     ],
 )
 def test_what_cannot_be_is_refused(given, problem):

@@ -1,7 +1,7 @@
 """The command line: one module per verb, imported only when the verb runs.
 
 A verb's module has `add_arguments(parser)` and `run(arguments) -> int`, and imports torch inside `run`. Data goes
-to stdout, words to stderr. Exit codes: 0 done, 1 an error that is explained, 2 wrong usage, 130 interrupted.
+to stdout, messages to stderr. Exit codes: 0 success, 1 an explained error, 2 wrong usage, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -22,52 +22,52 @@ from rpe3d.config import ConfigError, choice
 VERBS = {
     "demo": (
         "rpe3d.cli.demo",
-        "read a document beyond the default model's context, and ask it, under four laws: table, answers, report",
+        "read a document longer than the default model's context and ask about it, under four laws",
     ),
-    "generate": ("rpe3d.cli.generate", "ask a model about a document, under a law that has room for it"),
-    "extend": ("rpe3d.cli.extend", "write a checkpoint with a longer context, which carries its law"),
+    "generate": ("rpe3d.cli.generate", "ask a model about a document, under a law with enough context for it"),
+    "extend": ("rpe3d.cli.extend", "write a longer-context checkpoint that carries its law"),
     "compare": ("rpe3d.cli.compare", "measure perplexity, copying and passkeys under every law at every length"),
     "eval": (
         "rpe3d.cli.eval",
         "run LongBench (v1, v2), L-Eval, RULER, BABILong, InfiniteBench, needles, perplexity and more",
     ),
-    "tasks": ("rpe3d.cli.tasks", "list what `eval` asks"),
+    "tasks": ("rpe3d.cli.tasks", "list the tasks of `eval`"),
     "score": ("rpe3d.cli.score", "score a predictions file from any program"),
-    "tune": ("rpe3d.cli.tune", "measure the context that a model really uses, and pick chunk, window and reach"),
+    "tune": ("rpe3d.cli.tune", "measure how much context a model really uses, and pick chunk, window and reach"),
     "train": ("rpe3d.cli.train", "fine-tune under a law (lm, sft) with the paper's settings, on one GPU or many"),
-    "merge": ("rpe3d.cli.merge", "merge an adapter and its base into one checkpoint, which carries its law"),
+    "merge": ("rpe3d.cli.merge", "merge an adapter into its base model: one checkpoint that carries its law"),
     "figures": ("rpe3d.cli.figures", "draw the paper's figures and ours: SVG, PNG, and every plotted number as CSV"),
-    "explore": ("rpe3d.cli.explore", "open a page to turn the knobs of a law and see what a model would see"),
+    "explore": ("rpe3d.cli.explore", "open an interactive page that shows what a model sees under a law"),
     "bench": (
         "rpe3d.cli.bench",
-        "measure what a law costs on this machine: tokens per second and memory, beside the stock model",
+        "measure what a law costs on this machine: tokens per second and memory, against the stock model",
     ),
-    "serve": ("rpe3d.cli.serve", "serve a model under a law by an OpenAI-compatible server (vLLM)"),
+    "serve": ("rpe3d.cli.serve", "serve a model under a law with an OpenAI-compatible server (vLLM)"),
     "laws": ("rpe3d.cli.laws", "list the laws and their parameters"),
-    "doctor": ("rpe3d.cli.doctor", "say what runs on this machine, and why"),
-    "completion": ("rpe3d.cli.completion", "write a script that lets bash, zsh or fish complete commands"),
+    "doctor": ("rpe3d.cli.doctor", "report what runs on this machine and why, or whether a model can be extended"),
+    "completion": ("rpe3d.cli.completion", "print a completion script for bash, zsh or fish"),
 }
 
 
 class UsageError(ConfigError):
-    """The command line itself is wrong."""
+    """A command line that cannot be parsed: exit code 2."""
 
 
 class Parser(ArgumentParser):
-    """argparse whose usage errors read like all other errors; --quiet and --verbose go before the verb or after it."""
+    """An ArgumentParser that raises `UsageError` and takes --quiet and --verbose, before the verb or after it."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         add = self.add_argument
         add("-q", "--quiet", action="store_true", help="print results and errors only: no notes, no progress")
-        add("-v", "--verbose", action="store_true", help="say more, and show where an error comes from")
+        add("-v", "--verbose", action="store_true", help="print more, and the traceback of an error")
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(message, f"`{self.prog} --help` says what it takes")
+        raise UsageError(message, f"run `{self.prog} --help` for usage")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb; the return value is the exit code."""
+    """Run one verb and return the exit code."""
     Voice.level = 0
     try:
         with patient_interrupts():
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error.problem}\nhint: {error.hint}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
     except BrokenPipeError:
-        # The reader of stdout left. Python would complain again at exit, when it flushes what is buffered.
+        # The reader of stdout is gone. Python would complain again at exit, when it flushes its buffer.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
@@ -94,7 +94,7 @@ def _run(argv: Sequence[str]) -> int:
         prog="rpe3d",
         usage="rpe3d [--help] [--version] [-q | -v] VERB ...",
         description="A longer context for rotary-position language models.",
-        epilog=f"verbs:\n{verbs}\n\n`rpe3d VERB --help` says what a verb takes.",
+        epilog=f"verbs:\n{verbs}\n\nRun `rpe3d VERB --help` for the options of a verb.",
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

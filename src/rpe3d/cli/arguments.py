@@ -1,4 +1,4 @@
-"""What verbs share: sizes and laws as people write them, files that are whole or absent, extras that may be missing."""
+"""Helpers that the verbs share: parsers for sizes and laws, atomic output files, and checks for optional packages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rpe3d import config, files
-from rpe3d.cli.terminal import STDOUT, print_json
+from rpe3d.cli.terminal import STDOUT, note, print_json
 from rpe3d.config import ConfigError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def size(text: str) -> int:
-    """Parse a number of tokens, as 65536 or 64k. The `type` of an argument."""
+    """Parse a number of tokens such as 65536 or 64k; used as the `type` of an argument."""
     try:
         return config.size(text)
     except ConfigError as refusal:
@@ -30,19 +30,19 @@ def size(text: str) -> int:
 
 
 def sizes(text: str) -> list[int]:
-    """Parse several sizes with commas between."""
+    """Parse comma-separated sizes."""
     return [size(part) for part in text.split(",")]
 
 
 def law(text: str) -> LawSpec:
-    """Parse a law, as `rpe3d.geometry.spec` describes it."""
+    """Parse a law written as `rpe3d.geometry.spec` describes."""
     from rpe3d.geometry import parse_law
 
     return parse_law(text)
 
 
 def laws(text: str) -> list[LawSpec]:
-    """Parse several laws with commas between, or `all` of them."""
+    """Parse comma-separated laws; `all` stands for every law."""
     from rpe3d.geometry import LAWS, parse_laws
 
     return parse_laws(",".join(LAWS) if text == "all" else text)
@@ -62,15 +62,24 @@ def need(extra: str, *modules: str) -> None:
             raise ConfigError(f"{module} is not installed", f"pip install 'rpe3d[{extra}]'")
 
 
+def note_unused(arguments: Namespace, without: Mapping[str, str]) -> None:
+    """Say which options were given and have no effect; `without` maps an option to what it needs."""
+    if os.environ.get("RANK", "0") != "0":
+        return  # the first of several processes says it
+    for name, needed in without.items():
+        if getattr(arguments, name, None) not in (None, [], False):
+            note(f"--{name.replace('_', '-')} has no effect without {needed}")
+
+
 def command_line() -> str:
-    """Return the command as a user would type it again."""
+    """Return the current command line, quoted for a shell."""
     return shlex.join(["rpe3d", *sys.argv[1:]])
 
 
 def results_file(arguments: Namespace, name: str) -> Path | None:
-    """Return where the rows are kept: --json, or `name` in the folder of --report, which is made if need be.
+    """Return the file for the rows: --json, or `name` in the --report folder, which is created if needed.
 
-    `--json -` keeps them nowhere: the verb prints them.
+    With `--json -` no file is kept: the verb prints the rows.
     """
     file: Path | None = None if arguments.json == STDOUT else arguments.json
     if arguments.report is not None:
@@ -80,48 +89,55 @@ def results_file(arguments: Namespace, name: str) -> Path | None:
 
 
 def kept(arguments: Namespace) -> dict[str, Any]:
-    """Return what the results say of their origin, and whether rows that are there are kept."""
+    """Return the keywords that record the origin of results, and whether existing rows are overwritten."""
     return {"overwrite": arguments.overwrite, "name": arguments.model, "command": command_line()}
 
 
 def folder(option: str, path: Path) -> Path:
-    """Return `path` as a folder, made if need be."""
+    """Return `path` as a folder, creating it if needed."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
-        raise ConfigError(f"{path} is a file, not a folder", f"give {option} a folder") from None
+        raise ConfigError(f"{path} is a file, not a folder", f"pass a folder to {option}") from None
     except OSError as error:
-        raise ConfigError(f"cannot make the folder {path}: {error.strerror}", f"give {option} another one") from None
+        raise ConfigError(f"cannot create the folder {path}: {error.strerror}", f"pass another to {option}") from None
     return path
 
 
 def check_writable(option: str, path: Path) -> None:
-    """Refuse a place where nothing could be written in the end, before any work is done."""
+    """Refuse a file that could not be written, before any work is done."""
     if path == STDOUT:
         return
     folder = path.expanduser().resolve().parent
     if not folder.is_dir():
-        raise ConfigError(f"there is no folder {path.parent}", f"make it, or give {option} another place")
+        raise ConfigError(f"there is no folder {path.parent}", f"create it, or pass another path to {option}")
     if path.exists() and not path.is_file():
-        raise ConfigError(f"{path} is not a regular file", f"give {option} a name that can be replaced")
+        raise ConfigError(f"{path} is not a regular file", f"pass a file that can be replaced to {option}")
     if not os.access(folder, os.W_OK):
-        raise ConfigError(f"the folder {folder} cannot be written to", f"give {option} another place")
+        raise ConfigError(f"the folder {folder} is not writable", f"pass another path to {option}")
 
 
 def check_new_folder(option: str, path: Path) -> None:
-    """Refuse a place where no new folder can be made, before any work is done; an empty folder will do."""
-    with files.refusing(f"cannot write {path}", f"give {option} a place to write to"):
+    """Refuse a path where no new folder can be created, before any work is done; an empty folder is accepted."""
+    try:
+        str(path.absolute()).encode()
+    except UnicodeEncodeError:
+        raise ConfigError(
+            f"the name {str(path)!r} is not UTF-8, and safetensors could not load from it",
+            f"pass a name that can be read as text to {option}",
+        ) from None
+    with files.refusing(f"cannot write {path}", f"pass a writable path to {option}"):
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise ConfigError(f"{path} already exists", f"pass a new folder to {option}")
         place = next(parent for parent in path.absolute().parents if parent.exists())
         if not place.is_dir():
-            raise ConfigError(f"{place} is a file, not a folder", f"give {option} another place")
+            raise ConfigError(f"{place} is a file, not a folder", f"pass another path to {option}")
         if not os.access(place, os.W_OK):
-            raise ConfigError(f"the folder {place} cannot be written to", f"give {option} another place")
+            raise ConfigError(f"the folder {place} is not writable", f"pass another path to {option}")
 
 
 def write_json(option: str, path: Path, content: Mapping[str, Any]) -> None:
-    """Write JSON to the file that an option names, whole or not at all; to stdout where that is -."""
+    """Write JSON atomically to the file that an option names, or to stdout for -."""
     if path == STDOUT:
         print_json(content)
         return
@@ -131,9 +147,9 @@ def write_json(option: str, path: Path, content: Mapping[str, Any]) -> None:
 
 @contextmanager
 def new_folder(option: str, path: Path) -> Iterator[Path]:
-    """Yield a folder to fill, which gets the name `path` at the end; `path` may be an empty folder."""
+    """Yield a folder to fill, which is renamed to `path` at the end; `path` may be an empty folder."""
     with (
-        files.refusing(f"cannot write {path}", f"give {option} a place with room to write to"),
+        files.refusing(f"cannot write {path}", f"pass a writable path with enough free space to {option}"),
         files.new_folder(path) as unfinished,
     ):
         yield unfinished
@@ -141,9 +157,9 @@ def new_folder(option: str, path: Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing(option: str, path: Path) -> Iterator[Path]:
-    """Yield a file to write, which replaces `path` at the end: readers see the old file or the new."""
-    with files.refusing(f"cannot write {path}", f"give {option} a place to write to"):
+    """Yield a file to write, which replaces `path` at the end: readers see either the old file or the new one."""
+    with files.refusing(f"cannot write {path}", f"pass a writable path to {option}"):
         if path.exists() and not path.is_file():  # a folder, or /dev/null, which root could replace
-            raise ConfigError(f"{path} is not a regular file", f"give {option} a name that can be replaced")
+            raise ConfigError(f"{path} is not a regular file", f"pass a file that can be replaced to {option}")
         with files.replacing(path) as unfinished:
             yield unfinished

@@ -1,6 +1,6 @@
-"""`rpe3d bench`: what a law costs on this machine, beside the stock model in the same run.
+"""`rpe3d bench`: measure what a law costs on this machine, against the stock model in the same run.
 
-The JSON is {"schema": 1, "kind": "bench", "command", "model", "versions", "rows"}; `evaluate.speed` says what a row is.
+The JSON is {"schema": 1, "kind": "bench", "command", "model", "versions", "rows"}; `evaluate.speed` describes a row.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("model", metavar="MODEL", help=MODEL)
     add("--laws", "--law", metavar="A,B", default=LAWS, help=f"{LAW}; default {LAWS}")
     add("--length", metavar="N", type=size, default="8k", help="tokens in the prompt; default 8k")
-    add("--new", metavar="N", type=int, default=16, help="tokens that are decoded after it; default 16")
-    add("--repeat", metavar="N", type=int, default=3, help="rounds, of which the median counts; default 3")
+    add("--new", metavar="N", type=int, default=16, help="tokens to decode after the prompt; default 16")
+    add("--repeat", metavar="N", type=int, default=3, help="rounds; the median is reported; default 3")
     add_model_arguments(parser)
-    add("--json", metavar="FILE", type=Path, help="write the rows as JSON; - is stdout")
+    add("--json", metavar="FILE", type=Path, help="write the rows as JSON; - for stdout")
 
 
 def run(arguments: Namespace) -> int:
@@ -64,7 +64,7 @@ def run(arguments: Namespace) -> int:
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    """Print the rows on stdout; memory where there is a GPU."""
+    """Print the rows on stdout, with memory columns where there is a GPU."""
     columns = ["length", "tokens/s", "stock", "speed"] + (["MiB", "stock MiB", "memory"] if rows[0]["mib"] else [])
     table = new_table("law", "", *columns, words=("law", ""))
     for row in rows:

@@ -1,4 +1,4 @@
-"""`rpe3d completion`: a script that lets a shell complete verbs and their options.
+"""`rpe3d completion`: print a script that lets a shell complete verbs and their options.
 
 eval "$(rpe3d completion bash)"                                    # in ~/.bashrc; zsh likewise
 rpe3d completion fish > ~/.config/fish/completions/rpe3d.fish
@@ -13,7 +13,7 @@ SHELLS = ("bash", "zsh", "fish")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("shell", choices=SHELLS, help="the shell to write for")
+    parser.add_argument("shell", choices=SHELLS, help="shell to print a script for")
     parser.epilog = 'bash and zsh: eval "$(rpe3d completion bash)"; fish: rpe3d completion fish | source'
 
 
@@ -39,7 +39,7 @@ def options() -> dict[str, list[str]]:
 
 
 def bash(*, zsh: bool = False) -> str:
-    """Return a bash function; zsh runs it through bashcompinit. What is no option is completed as a file."""
+    """Return a bash function, which zsh runs through bashcompinit. Words that are not options complete as files."""
     known = options()
     cases = "\n".join(f'    {verb}) words="{" ".join(words)}" ;;' for verb, words in known.items())
     first = "autoload -Uz bashcompinit && bashcompinit\n" if zsh else ""
@@ -55,7 +55,7 @@ complete -o default -F _rpe3d rpe3d"""
 
 
 def fish() -> str:
-    """Return fish's own declarations, with the first line of each verb's help."""
+    """Return declarations for fish, with the one-line description of each verb."""
     from rpe3d.cli import VERBS
 
     lines = []

@@ -1,8 +1,8 @@
-"""`rpe3d demo`: the main job on the default model: a document beyond its context, read and asked under four laws.
+"""`rpe3d demo`: read a document longer than the default model's context and ask about it, under four laws.
 
-Under each law the document is read once, for its perplexity, and then asked for the notes that are hidden in it. The
-JSON is that of `rpe3d compare`, with one window per law and "probe": what measured it. Like a comparison, a demo that
-was interrupted resumes where it stopped.
+Under each law the document is read once, for its perplexity, and the model is then asked for the notes hidden in it.
+The JSON is that of `rpe3d compare`, with one window per law and "probe", which names what measured it. Like a
+comparison, an interrupted demo resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rpe3d.cli.arguments import command_line, folder, laws, need, size
-from rpe3d.cli.terminal import note, progress_bar, say
+from rpe3d.cli.terminal import STDOUT, note, print_json, progress_bar, say
 
 if TYPE_CHECKING:
     from rpe3d.evaluate import Settings
     from rpe3d.evaluate.grid import Progress
 
 LAWS = "rope,yarn,dca,3d-rpe"
-LENGTH = 9472  # beyond 8192; attention is most of a forward, and grows with the square of it
+LENGTH = 9472  # beyond 8192; attention is most of a forward, and grows with its square
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("--out", metavar="DIR", type=Path, default=Path("demo"), help="folder for the report; default ./demo")
-    add("--json", metavar="FILE", type=Path, help="keep the rows here; default DIR/compare.json")
-    add("--length", metavar="N", type=size, default=LENGTH, help="tokens of the document and a question; default 9472")
+    add("--json", metavar="FILE", type=Path, help="write the rows here; default DIR/compare.json; - also prints them")
+    add("--length", metavar="N", type=size, default=LENGTH, help="tokens in the document plus a question; default 9472")
     add("--laws", "--law", metavar="A,B", default=LAWS, help=f"laws to compare; default {LAWS}")
 
 
@@ -48,7 +48,8 @@ def run(arguments: Namespace) -> int:
         laws=given, lengths=[arguments.length], windows=1, measures=["ppl", "passkey"], passkeys=len(NOTES)
     )
     out = folder("--out", arguments.out)
-    file: Path = arguments.json or out / "compare.json"
+    printed = arguments.json == STDOUT
+    file: Path = out / "compare.json" if arguments.json is None or printed else arguments.json
     check(file, {"settings": settings.to_dict()})
     loaded = load(DEFAULT, dtype=_fast_dtype())
     for text in loaded.notes:
@@ -56,16 +57,19 @@ def run(arguments: Namespace) -> int:
     with progress_bar() as progress:
         results = _measure(loaded, settings, file, progress)
     written = write_report(results, out)
-    print_table(results)
+    if printed:
+        print_json(results)
+    else:
+        print_table(results)
     for sentence in (*findings(results), *_answers(results)):
         say(sentence)
     page = next(path for path in written if path.suffix == ".html")
-    say(f"The report lies at {page}, its numbers at {file}.")
+    say(f"The report is at {page}, and its numbers are in {file}.")
     return 0
 
 
 def _measure(loaded: Any, settings: Settings, file: Path, progress: Progress) -> dict[str, Any]:
-    """Compare the laws on one document that is read and asked."""
+    """Compare the laws on one document and the questions about it."""
     from rpe3d.evaluate import compare
     from rpe3d.evaluate.store import read
     from rpe3d.evaluate.tasks.document import read_and_ask
@@ -86,7 +90,7 @@ def _measure(loaded: Any, settings: Settings, file: Path, progress: Progress) ->
 
 
 def _answers(results: dict[str, Any]) -> list[str]:
-    """Say what each law answered to each question, from the farthest note to the nearest."""
+    """Return a sentence per question with the answer under each law, from the farthest note to the nearest."""
     rows = [row for row in results["rows"] if row["passkeys"]]
     said = []
     for number, trial in enumerate(rows[0]["passkeys"] if rows else ()):
@@ -97,7 +101,7 @@ def _answers(results: dict[str, Any]) -> list[str]:
 
 
 def _fast_dtype() -> Any:
-    """Return bfloat16 where the processor computes with it, else None: the device's own default."""
+    """Return bfloat16 if the processor computes in it, else None, which means the device's default."""
     import torch
 
     capable = torch.cpu.get_capabilities()
@@ -106,7 +110,7 @@ def _fast_dtype() -> Any:
 
 @contextmanager
 def _layer_by_layer(model: Any, length: int, forwards: int, progress: Progress) -> Iterator[Any]:
-    """Move the bar with every layer, since a forward takes most of a minute; yield the function that names the work."""
+    """Advance the bar with every layer, since a forward takes most of a minute; yield a function that sets its text."""
     layers, what, seen = model.get_decoder().layers, "", 0
 
     def say(now: str) -> None:

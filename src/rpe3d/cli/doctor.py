@@ -1,12 +1,12 @@
-"""`rpe3d doctor`: what runs on this machine, and why; with a model, what a law can do for it.
+"""`rpe3d doctor`: report what runs on this machine and why or, with a model, what a law can do for it.
 
-`--context N` adds what the caches of transformers take for one sequence of N tokens, in the checkpoint's own type.
+`--context N` adds the size of transformers' caches for one sequence of N tokens, in the checkpoint's own dtype.
 
 JSON, schema 1: {"schema": 1, "machine": {name: value}, "model": {name: value} or null, "rows": [{"device", "dtype",
 "law", "rotation", "prefill", "decode", "decode_reason"}]}.
 
-Exit codes: 0 where the machine was described or the model can be extended, 1 where the model cannot be (the line
-`not supported` says why) or does not load. A model that runs under a law but cannot be saved with it exits with 0.
+Exit codes: 0 if the machine was described or the model can be extended, 1 if the model cannot be extended (the line
+`not supported` says why) or does not load. A model that runs under a law but cannot be saved with it gives 0.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from rpe3d.cli.arguments import check_writable, need, size, write_json
 from rpe3d.cli.terminal import STDOUT, new_table, show
+from rpe3d.config import ConfigError
 
 if TYPE_CHECKING:
     from rpe3d.geometry import Law
@@ -26,20 +27,20 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
-        "model", metavar="MODEL", nargs="?", help="a Hugging Face name or folder, a .gguf, or `default`"
+        "model", metavar="MODEL", nargs="?", help="a Hugging Face name or folder, a .gguf file, or `default`"
     )
     parser.epilog = "Exits with 1 if MODEL cannot be extended; the report says why."
     parser.add_argument(
-        "--context", metavar="N", type=size, help="also say how many GiB the caches take for N tokens, e.g. 64k"
+        "--context", metavar="N", type=size, help="also report the size of the caches for N tokens, e.g. 64k"
     )
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
-    parser.add_argument(
-        "--json", metavar="FILE", type=Path, help="also write the rows of the table as JSON; - is stdout, instead"
-    )
+    parser.add_argument("--json", metavar="FILE", type=Path, help="also write the report as JSON; - prints it instead")
 
 
 def run(arguments: Namespace) -> int:
     need("cli", "rich")
+    if arguments.context is not None and arguments.model is None:
+        raise ConfigError("--context is given without a model", "add MODEL, or leave --context out")
     if arguments.json is not None:
         check_writable("--json", arguments.json)
     import torch
@@ -59,7 +60,7 @@ def run(arguments: Namespace) -> int:
     if arguments.json is not None:
         write_json("--json", arguments.json, {"schema": 1, "machine": machine, "model": model, "rows": rows})
     if arguments.json == STDOUT:
-        pass  # it is all said
+        pass  # all of it has been printed
     elif model is not None:
         _print_pairs(model)
     else:
@@ -69,9 +70,8 @@ def run(arguments: Namespace) -> int:
 
 
 def _examine(arguments: Namespace) -> dict[str, str]:
-    """Describe a model on one screen: what it is, and what a law would change."""
+    """Describe a model on one screen: what it is, and what a law would change in it."""
     need("models", "transformers")
-    from rpe3d.config import ConfigError
     from rpe3d.models.cache_sizes import cache_bytes, layer_caches, told
     from rpe3d.models.extend import check_savable, extend, law_of, pretrained_length, text_config
     from rpe3d.models.load import load
@@ -79,7 +79,7 @@ def _examine(arguments: Namespace) -> dict[str, str]:
     from rpe3d.models.probe import not_finite, probe
 
     is_file = arguments.model == "default" or Path(arguments.model).expanduser().is_file()
-    kind: Any = None if arguments.context is None or is_file else "auto"  # a cache is as wide as people run the model
+    kind: Any = None if arguments.context is None or is_file else "auto"  # a cache has the dtype the model is run in
     loaded = load(arguments.model, dtype=kind, trust_remote_code=arguments.trust_remote_code, with_tokenizer=False)
     model, config = loaded.model, text_config(loaded.model)
     law = law_of(model)
@@ -90,7 +90,7 @@ def _examine(arguments: Namespace) -> dict[str, str]:
         "attention": str(config._attn_implementation),
     }
     if broken := not_finite(model):
-        about["not supported"] = f"its weights are not finite numbers: {broken}"
+        about["not supported"] = f"its weights are not finite: {broken}"
         return about
     try:
         found = probe(model, config)
@@ -126,7 +126,7 @@ def _examine(arguments: Namespace) -> dict[str, str]:
 
 
 def _described(law: Law) -> str:
-    """Return a law's name and positions, and how many far keys a query chooses where it does."""
+    """Return a law's name and positions, and how many far keys a query chooses, if it does."""
     told = f"{law.name}, {law.pretrained} to {law.context} positions"
     for choice in (region.choice for region in law.regions if region.choice is not None):
         told += f", far keys chosen: {choice.most} block{'s' * (choice.most > 1)} of {choice.size}"
@@ -141,7 +141,7 @@ def _version(package: str) -> str:
 
 
 def _choices(device: str, dtype: Any) -> list[dict[str, str]]:
-    """Return what impl="auto" takes under every law, for a prompt and for one token after it."""
+    """Return the implementation that impl="auto" picks under every law, for a prompt and for one token after it."""
     import torch
 
     from rpe3d.attention import explain
@@ -180,7 +180,7 @@ def _print_pairs(pairs: dict[str, str]) -> None:
 
 
 def _print_rows(rows: list[dict[str, str]]) -> None:
-    """Print one line for all laws that run alike, and each reason once."""
+    """Print one line for all laws that run the same way, and each reason once."""
     same = ("device", "dtype", "rotation", "prefill", "decode", "decode_reason")
     groups: dict[tuple[str, ...], list[str]] = {}
     for row in rows:

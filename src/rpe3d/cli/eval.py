@@ -1,14 +1,14 @@
-"""`rpe3d eval`: the paper's evaluations of any model under any law; `evaluate.evaluation` has the JSON."""
+"""`rpe3d eval`: run the paper's evaluations on any model under any law; `evaluate.evaluation` describes the JSON."""
 
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rpe3d.cli.arguments import kept, laws, need, results_file, size, sizes
-from rpe3d.cli.compare import CONTEXT, LAW, add_probe_arguments, add_text_arguments
+from rpe3d.cli.arguments import kept, laws, need, note_unused, results_file, size, sizes
+from rpe3d.cli.compare import CONTEXT, LAW, add_probe_arguments, add_text_arguments, asked_of, unmeasured
 from rpe3d.cli.model import MODEL, add_model_arguments, check_laws, check_loaded, load_model
 from rpe3d.cli.terminal import STDOUT, new_table, note, print_json, progress_bar, room, say, show, width_of
 from rpe3d.config import ConfigError
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 TASKS = (
     "longbench, longbench-v2, leval, ruler, babilong, infinitebench, kv, needle, ppl, passkey, copy, longppl, "
-    "or one task as longbench:lcc, ppl:FOLDER"
+    "or a single task, e.g. longbench:lcc, ppl:FOLDER"
 )
 
 
@@ -32,30 +32,30 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--lengths",
         metavar="N,N",
         type=sizes,
-        help="contexts that prompts are cut to; default: the model's own",
+        help="context lengths that prompts are truncated to; default: the model's own",
     )
     add("--context", metavar="N", type=size, help=CONTEXT)
     add("--data", metavar="DIR", type=Path, help="folder with SUITE/TASK.jsonl; default: from the hub")
     add_text_arguments(parser)
-    add("--limit", metavar="N", type=int, help="samples of each task; default all (as many as upstream makes)")
-    add("--batch", metavar="N", type=int, default=1, help="prompts, windows or copies at once; default 1")
-    add("--chat", default="auto", help="llama2, vicuna, xgen, internlm, template, none; default by the model's name")
+    add("--limit", metavar="N", type=int, help="samples per task; default: all, or as many as upstream generates")
+    add("--batch", metavar="N", type=int, default=1, help="prompts, windows or copies per batch; default 1")
+    add("--chat", default="auto", help="llama2, vicuna, xgen, internlm, template, none; default: by the model's name")
     add(
         "--chat-rules",
         choices=("upstream", "authors"),
         default="upstream",
-        help="authors: LongBench's code tasks as chats as well, as the 3D-RPE authors do",
+        help="authors: also ask LongBench's code tasks as chats, as the 3D-RPE authors do",
     )
     add_probe_arguments(parser)
-    add("--keys", metavar="FILE", type=Path, help="longppl: its key tokens, as `rpe3d compare --keys` writes them")
+    add("--keys", metavar="FILE", type=Path, help="longppl: file of key tokens that `rpe3d compare --keys` wrote")
     add_model_arguments(parser)
     add(
         "--json",
         metavar="FILE",
         type=Path,
-        help="keep rows here and predictions beside it; the same command resumes; - is stdout",
+        help="write rows here and predictions next to it; the same command resumes a stopped run; - for stdout",
     )
-    add("--overwrite", action="store_true", help="remove all rows and predictions of --json, and start over")
+    add("--overwrite", action="store_true", help="discard all rows and predictions of --json and start over")
     add("--report", metavar="DIR", type=Path, help="write a page with tables and heat maps (and DIR/eval.json)")
 
 
@@ -79,13 +79,14 @@ def run(arguments: Namespace) -> int:
         "tasks": tasks,
         "laws": given,
         "authors": arguments.chat_rules == "authors",
-        **{name: getattr(arguments, name) for name in names},
+        **asked_of(arguments, names),
     }
     Ask(lengths=arguments.length or [4096], **asked)
     check_form(arguments.chat)
     if (("longppl", "") in tasks) != (arguments.keys is not None):
-        raise ConfigError("longppl and --keys need each other", "add the one, or leave the other out")
+        raise ConfigError("longppl and --keys need each other", "add the missing one, or leave the other out")
     data, texts = questions(arguments, tasks)
+    note_unused(arguments, _without(arguments, tasks, data, texts))
     file = results_file(arguments, "eval.json")
     if file is not None:
         check(file, {}, "eval")
@@ -95,7 +96,7 @@ def run(arguments: Namespace) -> int:
     chat, unknown = chat_of(arguments.chat, loaded.tokenizer, called(arguments.model))
     notes = [unknown] if unknown else []
     if any(group == "leval" for group, _ in tasks) and chat.form == TEMPLATE and not chat.takes_system:
-        notes.append("its chat template has no system turn, so L-Eval's instructions open the user's")
+        notes.append("the chat template has no system turn, so L-Eval's instructions open the user's turn")
     for text in notes if first else ():
         note(text)
     check_loaded(loaded.model, given)
@@ -116,8 +117,35 @@ def run(arguments: Namespace) -> int:
     return int(any(row["status"] != "ok" for row in results["rows"]))
 
 
+def _without(
+    arguments: Namespace, tasks: Sequence[tuple[str, str]], data: Mapping[Any, Any], texts: Mapping[Any, Any]
+) -> dict[str, str]:
+    """Return the options that have no effect on these tasks, each with what it needs."""
+    from rpe3d.evaluate.tasks import PROBES
+
+    groups = {group for group, _ in tasks}
+    without = unmeasured(groups)
+    if groups & {"babilong", "kv", "infinitebench"}:
+        without.pop("seed", None)
+    if any(not (group == "ppl" and name) for group, name in texts):
+        without.pop("texts", None)
+    else:
+        without["texts"] = "a task that reads them, such as ppl or ruler"
+    if not data and not any(group == "ppl" and name for group, name in tasks):
+        without["data"] = "a task that reads it, such as longbench or ppl:FOLDER"
+    if groups <= set(PROBES):
+        without["limit"] = "a task with questions: --windows, --copies and --passkeys say how much of the others"
+        if arguments.chat != "auto":
+            without["chat"] = "a task with questions"
+    if arguments.chat_rules == "authors" and "longbench" not in groups:
+        without["chat_rules"] = "longbench"
+    if arguments.json is None and arguments.report is None:
+        without["overwrite"] = "--json or --report"
+    return without
+
+
 def questions(arguments: Namespace, tasks: list[tuple[str, str]]) -> tuple[dict[Any, Any], dict[Any, Any]]:
-    """Read the questions and texts of all tasks; refuse before the model is looked for."""
+    """Read the questions and texts of all tasks; refuse missing ones before the model is loaded."""
     from rpe3d.evaluate import read_texts
     from rpe3d.evaluate.tasks import longbench
     from rpe3d.evaluate.tasks.questions import find, load_texts, reads_text
@@ -140,7 +168,7 @@ def questions(arguments: Namespace, tasks: list[tuple[str, str]]) -> tuple[dict[
 
 
 def finish(results: dict[str, Any], place: Path | None, file: Path | None, *, as_json: bool = False) -> None:
-    """Print the tables, or all of it as JSON; write the page, and say where everything lies."""
+    """Print the tables, or all results as JSON; write the report page, and name all files that were written."""
     from rpe3d.evaluate.report import write_page
     from rpe3d.evaluate.tables import tables
 
@@ -168,7 +196,7 @@ def finish(results: dict[str, Any], place: Path | None, file: Path | None, *, as
 
 
 def drawn(title: str, columns: Sequence[str], labels: Sequence[str], cells: Sequence[Sequence[str]]) -> Table:
-    """Draw a table for the terminal; each label stands in front of its row of cells, and numbers stay whole."""
+    """Draw a table for the terminal, with a label before each row of cells; numbers are not wrapped."""
     table = new_table("", words=("",), title=title)
     for column in columns:
         table.add_column(column, justify="right", overflow="fold", min_width=6)

@@ -1,4 +1,4 @@
-"""`rpe3d explore`: a page to turn the knobs of a law, served on this machine or written to a file."""
+"""`rpe3d explore`: an interactive page on a law's parameters, served on this machine or written to a file."""
 
 from __future__ import annotations
 
@@ -8,28 +8,29 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
-from rpe3d.cli.arguments import check_writable, need, replacing
+from rpe3d.cli.arguments import check_writable, need, note_unused, replacing
 from rpe3d.cli.terminal import Voice, note, say
 from rpe3d.config import ConfigError
 
-PORT = 8765
+HOST, PORT = "127.0.0.1", 8765
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    add("--port", metavar="N", type=int, default=PORT, help=f"default {PORT}; 0 for any free port")
-    add("--host", default="127.0.0.1", help="address to listen on; default 127.0.0.1, this machine alone")
-    add("--compare", metavar="FILE", type=Path, help="results of `rpe3d compare`, whose curves are shown as well")
-    add("--no-browser", action="store_true", help="do not open the page, only say where it is")
-    add("--out", metavar="FILE", type=Path, help="write the page to a file that needs no server, with fewer settings")
+    add("--port", metavar="N", type=int, help=f"port to listen on; default {PORT}; 0 for any free port")
+    add("--host", help="address to listen on; default 127.0.0.1, this machine only")
+    add("--compare", metavar="FILE", type=Path, help="results of `rpe3d compare`, to show their curves")
+    add("--no-browser", action="store_true", help="print the page's address without opening it")
+    add("--out", metavar="FILE", type=Path, help="write the page to a standalone file, with fewer settings")
 
 
 def run(arguments: Namespace) -> int:
     measured = None if arguments.compare is None else _measured(arguments.compare)
     import torch
 
-    torch.set_num_threads(1)  # a law is a few thousand numbers: a second thread costs more than it brings
+    torch.set_num_threads(1)  # a law is a few thousand numbers: a second thread costs more than it gains
     if arguments.out is not None:
+        note_unused(arguments, dict.fromkeys(("port", "host", "no_browser"), "a server: --out writes a file"))
         return _write(arguments.out, measured)
     return _serve(arguments, measured)
 
@@ -41,12 +42,17 @@ def _measured(path: Path) -> dict[str, Any]:
 
     results = read(path, option="--compare")
     if results is None:
-        raise ConfigError(f"there is no file {path}", "give --compare the JSON of `rpe3d compare --json`")
-    return curves(results)
+        raise ConfigError(f"there is no file {path}", "pass the JSON of `rpe3d compare --json` to --compare")
+    try:
+        return curves(results)
+    except (KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path} is damaged ({error} is missing or wrong)", "pass another file to --compare"
+        ) from None
 
 
 def curves(results: dict[str, Any]) -> dict[str, Any]:
-    """Return what the page shows of a comparison: its table, and perplexity by position as the report smooths it."""
+    """Return the part of a comparison that the page shows: its table, and the report's smoothed perplexity curves."""
     from rpe3d.evaluate.plots import smoothed
 
     facts = ("name", "pretrained", "head_dim", "rope_theta")
@@ -81,7 +87,7 @@ def _write(path: Path, measured: dict[str, Any] | None) -> int:
 
     check_writable("--out", path)
     with replacing("--out", path) as unfinished:
-        unfinished.write_text(file_page(measured, progress=progress), encoding="utf-8")
+        unfinished.write_text(file_page(measured, progress=progress), encoding="utf-8", errors="backslashreplace")
     say(f"wrote {path}, {path.stat().st_size / 1e6:.1f} MB: open it in a browser")
     return 0
 
@@ -90,11 +96,12 @@ def _serve(arguments: Namespace, measured: dict[str, Any] | None) -> int:
     from rpe3d.analysis.explore.page import live_page
     from rpe3d.analysis.explore.server import Server
 
-    with Server(live_page(measured), arguments.host, arguments.port) as server:
+    host, port = arguments.host or HOST, PORT if arguments.port is None else arguments.port
+    with Server(live_page(measured), host, port) as server:
         print(server.url, flush=True)
-        if not arguments.host.startswith("127.") and arguments.host not in ("localhost", "::1"):
-            note("everyone who reaches this machine can open the page")
-        say("Ctrl-C ends it.")
+        if not host.startswith("127.") and host not in ("localhost", "::1"):
+            note("anyone who can reach this machine can open the page")
+        say("Press Ctrl-C to stop.")
         if not arguments.no_browser:
             import webbrowser
 

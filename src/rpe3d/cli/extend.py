@@ -1,4 +1,4 @@
-"""`rpe3d extend`: a checkpoint that carries its law, for `from_pretrained` after `import rpe3d`."""
+"""`rpe3d extend`: write a checkpoint that carries its law, for `from_pretrained` after `import rpe3d`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rpe3d.geometry import LawSpec
 
 SIZES = ("chunk", "window", "reach")
-"""Parameters of laws that have an option of their own."""
+"""Parameters of laws that have their own command-line option."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -27,7 +27,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add(
         "--law",
         default="3d-rpe",
-        help="the law, name:parameter=value, or a law file; default 3d-rpe; `rpe3d laws` lists them",
+        help="law name, name:parameter=value, or law file; default 3d-rpe; `rpe3d laws` lists them",
     )
     add_law_arguments(parser)
     add("--dtype", choices=DTYPES, help="convert the weights; default: copy them as they are (a .gguf becomes float32)")
@@ -35,9 +35,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def add_law_arguments(parser: ArgumentParser) -> None:
-    """Add the options of `law_parameters`."""
+    """Add the options that `law_parameters` reads."""
     add = parser.add_argument
-    add("--set", metavar="NAME=VALUE", action="append", default=[], help="a parameter of the law; again for more")
+    add("--set", metavar="NAME=VALUE", action="append", default=[], help="set a parameter of the law; repeatable")
     for name in SIZES:
         add(f"--{name}", metavar="N", type=size, help=f"the law's {name}, in tokens")
 
@@ -58,7 +58,7 @@ def law_parameters(arguments: Namespace) -> dict[str, Any]:
 
 
 def law_given(text: str, arguments: Namespace) -> LawSpec:
-    """Return the law of --law with --chunk, --window, --reach and --set, which may replace what a law file says."""
+    """Return the law of --law with --chunk, --window, --reach and --set, which override a law file."""
     given, parameters = law(text), law_parameters(arguments)
     twice = sorted(given.parameters.keys() & parameters) if given.pretrained is None else []
     if twice:

@@ -1,4 +1,4 @@
-"""`rpe3d figures`: the paper's figures and ours, as SVG and PNG in light and dark, with every plotted number as CSV."""
+"""`rpe3d figures`: draw the paper's figures and ours as SVG and PNG, light and dark, and all plotted numbers as CSV."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="DIR",
         type=Path,
         required=True,
-        help="folder for the files; those of the same names are replaced",
+        help="folder for the files; existing files of the same names are replaced",
     )
-    add("--only", metavar="A,B", help="some of figure-1a,figure-1b,... (the names of the files); default all")
+    add("--only", metavar="A,B", help="any of figure-1a,figure-1b,... (file names); default: all")
 
 
 def run(arguments: Namespace) -> int:

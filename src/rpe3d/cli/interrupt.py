@@ -1,7 +1,7 @@
-"""Ctrl-C that waits for an import to end.
+"""Make Ctrl-C wait for a running import to finish.
 
 Inside an import KeyboardInterrupt does not arrive as such: transformers turns it into a ModuleNotFoundError, numpy into
-endless recursion, and C++ modules abort. An import is over in seconds; a second Ctrl-C does not wait.
+endless recursion, and C++ modules abort. An import takes seconds; a second Ctrl-C does not wait.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Handler:
 
 @contextmanager
 def patient_interrupts() -> Iterator[None]:
-    """Let Ctrl-C wait for imports during a `with`, unless someone else handles or ignores it."""
+    """Make Ctrl-C wait for imports inside a `with` block, unless SIGINT is already handled or ignored."""
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield

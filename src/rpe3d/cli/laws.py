@@ -1,4 +1,4 @@
-"""`rpe3d laws`: every law in one line each; of one law, its parameters.
+"""`rpe3d laws`: list all laws, one per line, or the parameters of one law.
 
 JSON, schema 1: {"schema": 1, "kind": "laws", "laws": {name: {"description", "parameters": {name: help}}}}.
 """
@@ -14,8 +14,8 @@ from rpe3d.config import choice
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("law", metavar="LAW", nargs="?", help="a law, to see its parameters; default: all laws")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the table as JSON; - is stdout, instead")
+    parser.add_argument("law", metavar="LAW", nargs="?", help="list the parameters of this law; default: list all laws")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the table as JSON; - prints it instead")
 
 
 def run(arguments: Namespace) -> int:
@@ -46,5 +46,5 @@ def run(arguments: Namespace) -> int:
     if table.rows:
         show(table)
     if arguments.law is None:
-        say("`rpe3d laws LAW` says what it takes; write it as LAW:parameter=value")
+        say("`rpe3d laws LAW` lists the parameters of a law; set them as LAW:parameter=value")
     return 0

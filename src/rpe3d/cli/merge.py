@@ -1,4 +1,4 @@
-"""`rpe3d merge`: an adapter and its base as one checkpoint that carries its law."""
+"""`rpe3d merge`: merge an adapter into its base model, as one checkpoint that carries its law."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("adapter", metavar="ADAPTER", type=Path, help="the adapter folder of a `rpe3d train` run")
     add("--out", metavar="DIR", type=Path, required=True, help="a new folder for the checkpoint")
-    add("--base", metavar="MODEL", help="the model that it was trained on; default the one that it names")
-    add("--dtype", choices=DTYPES, default="bfloat16", help="type of the merged weights; default bfloat16")
+    add("--base", metavar="MODEL", help="model that the adapter was trained on; default: the one it names")
+    add("--dtype", choices=DTYPES, default="bfloat16", help="dtype of the merged weights; default bfloat16")
     add("--trust-remote-code", action="store_true", help="run code that comes with the model")
 
 

@@ -1,4 +1,4 @@
-"""`rpe3d tasks`: what `rpe3d eval --tasks` takes.
+"""`rpe3d tasks`: list what `rpe3d eval --tasks` takes.
 
 JSON, schema 1: {"schema": 1, "kind": "tasks", "suites": {suite: {"about", "tasks": {name: in the suite by default}}}}.
 """
@@ -16,20 +16,20 @@ ABOUT = {
     "longbench": "LongBench: questions, summaries, few-shot, retrieval and code; from --data or the hub",
     "longbench-v2": "LongBench v2: four choices about a long document; from --data or the hub",
     "leval": "L-Eval, closed-ended: exact match; from --data or the hub",
-    "ruler": "RULER: needles, variables and word counts, built on the spot",
+    "ruler": "RULER: needles, variables and word counts, generated on the fly",
     "babilong": "BABILong: facts hidden in a long text; upstream's files from --data, or bAbI's mixed into --texts",
-    "infinitebench": "InfiniteBench's retrieval tasks, built on the spot or from --data",
-    "kv": "Lost in the Middle's key-value retrieval, built on the spot or from --data",
+    "infinitebench": "InfiniteBench's retrieval tasks, generated on the fly or from --data",
+    "kv": "Lost in the Middle's key-value retrieval, generated on the fly or from --data",
     "needle": "RULER's needle at eleven depths of --texts, for a heat map",
     "ppl": "perplexity of --texts; ppl:FOLDER reads a folder of --data",
-    "passkey": "a number hidden at depths spread evenly",
-    "copy": "loss of a passage that is repeated at the end",
-    "longppl": "perplexity of the tokens that need the far text; with --keys",
+    "passkey": "a number hidden at evenly spaced depths",
+    "copy": "loss on a passage that is repeated at the end",
+    "longppl": "perplexity of the tokens that need the far text; needs --keys",
 }
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the table as JSON; - is stdout, instead")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the table as JSON; - prints it instead")
 
 
 def run(arguments: Namespace) -> int:
@@ -52,5 +52,5 @@ def run(arguments: Namespace) -> int:
         names = [task if usual else f"{task}*" for task, usual in told["tasks"].items()]
         table.add_row(name, told["about"] + (f":\n{', '.join(names)}" if names else ""))
     show(table)
-    say("`rpe3d eval MODEL --tasks ruler,longbench:lcc`; tasks with * run only by name")
+    say("`rpe3d eval MODEL --tasks ruler,longbench:lcc`; tasks marked * run only by name")
     return 0

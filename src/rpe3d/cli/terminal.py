@@ -1,4 +1,4 @@
-"""What a verb says: data to stdout, words and bars to stderr. --quiet leaves the data and errors, --verbose adds."""
+"""Output of the verbs: data to stdout, messages and progress bars to stderr, at the level of --quiet and --verbose."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ if TYPE_CHECKING:
     from rpe3d.evaluate.grid import Progress
 
 STDOUT = Path("-")
-"""The file name that stands for stdout."""
+"""File name that stands for stdout."""
 NARROW = 80
 FOLDED = 8
-"""Characters that a column of words keeps in the narrowest terminal."""
+"""Minimum width of a text column, in characters, in the narrowest terminal."""
 
 
 class Voice:
-    """How much is said: -1 quiet, 0 as usual, 1 verbose. `main` sets it for the verb that it runs."""
+    """How much is printed: -1 quiet, 0 normal, 1 verbose. `main` sets the level for the verb that it runs."""
 
     level = 0
 
 
 def say(text: str) -> None:
-    """Say what was done, unless --quiet."""
+    """Print a message on stderr, unless --quiet."""
     if Voice.level >= 0:
         print(text, file=sys.stderr, flush=True)
 
 
 def note(text: str) -> None:
-    """Say what a user should know, unless --quiet."""
+    """Print a note that the user should know of on stderr, unless --quiet."""
     say(f"note: {text}")
 
 
 def detail(text: str) -> None:
-    """Say what is of use to somebody who looks for a fault, with --verbose."""
+    """Print a debugging message on stderr, with --verbose only."""
     if Voice.level > 0:
         print(f"debug: {text}", file=sys.stderr, flush=True)
 
 
 def print_json(content: Mapping[str, Any]) -> None:
-    """Print results on stdout, as `--json -` asks for."""
+    """Print results as JSON on stdout, as `--json -` asks for."""
     print(json.dumps(content, indent=2, allow_nan=False))
 
 
 def new_table(*columns: str, words: Sequence[str] = (), title: str | None = None) -> Table:
-    """Return an empty table; columns of numbers stay whole, those in `words` may be folded."""
+    """Return an empty table whose number columns never wrap; the columns named in `words` may."""
     from rich import box
     from rich.table import Table
 
@@ -66,12 +66,12 @@ def new_table(*columns: str, words: Sequence[str] = (), title: str | None = None
 
 
 def width_of(table: Table) -> int:
-    """Return how many characters a table takes if nothing is folded."""
+    """Return the width of a table in characters when nothing is wrapped."""
     return _console(9999).measure(table).maximum
 
 
 def _least_width(table: Table) -> int:
-    """Return how many characters a table takes with its words folded and its numbers whole."""
+    """Return the width of a table in characters with its words wrapped and its numbers whole."""
     folding = [column for column in table.columns if not column.no_wrap]
     widest = [column.max_width for column in folding]
     for column in folding:
@@ -83,14 +83,14 @@ def _least_width(table: Table) -> int:
 
 
 def _console(width: int | None = None, **options: Any) -> Console:
-    """Return a console that shows text as it is: a label such as [/b] or :x: is neither markup nor an emoji."""
+    """Return a console that prints text literally: a label such as [/b] or :x: is neither markup nor an emoji."""
     from rich.console import Console
 
     return Console(width=width, markup=False, emoji=False, **options)
 
 
 def room() -> int:
-    """Return how many characters a line may have: a terminal's width or COLUMNS; any number in a pipe or a file."""
+    """Return the maximum line width: the terminal's or COLUMNS, and unlimited in a pipe or a file."""
     from rich.console import Console
 
     console = Console()
@@ -98,19 +98,19 @@ def room() -> int:
 
 
 def show(table: Table) -> None:
-    """Print a table on stdout; in a pipe nothing is folded, and no terminal is too narrow for a number."""
+    """Print a table on stdout; nothing is wrapped in a pipe, and numbers stay whole in the narrowest terminal."""
     width = min(room(), max(NARROW, width_of(table)))
     _console(max(width, _least_width(table))).print(table)
 
 
 @contextmanager
 def progress_bar(shown: bool = True) -> Iterator[Progress]:
-    """Show a bar on stderr with the time that has passed and the time that is left."""
+    """Show a progress bar on stderr with the elapsed and the remaining time."""
     from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
     from rich.text import Text
 
     class Times(ProgressColumn):
-        """How long it takes."""
+        """Column with the elapsed and the remaining time."""
 
         def render(self, task: Task) -> Text:
             return Text(times(task.finished_time if task.finished else task.elapsed, task.time_remaining))
@@ -133,7 +133,7 @@ def progress_bar(shown: bool = True) -> Iterator[Progress]:
 
 
 def times(passed: float | None, left: float | None) -> str:
-    """Write `0:03:01, 0:00:07 left`, in seconds; what is left only where it is known and not nothing."""
+    """Format two times in seconds as `0:03:01, 0:00:07 left`; the second only if it is known and not zero."""
     whole = round(passed or 0)
     clock = f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
     return f"{clock}, {times(left, None)} left" if left else clock

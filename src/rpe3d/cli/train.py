@@ -1,6 +1,6 @@
-"""`rpe3d train lm` and `rpe3d train sft`: fine-tuning under a law, with the paper's settings as defaults.
+"""`rpe3d train lm` and `rpe3d train sft`: fine-tune under a law, with the paper's settings as defaults.
 
-Several GPUs: `accelerate launch --num_processes 4 -m rpe3d train lm ...`, or torchrun, which also starts CPU processes.
+On several GPUs: `accelerate launch --num_processes 4 -m rpe3d train lm ...`, or torchrun, which can also run on CPUs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rpe3d.cli.arguments import need, size
+from rpe3d.cli.arguments import need, note_unused, size
 from rpe3d.cli.extend import SIZES, add_law_arguments, law_given, law_parameters
 from rpe3d.cli.terminal import note, progress_bar, say
 from rpe3d.config import ConfigError
@@ -24,17 +24,17 @@ HOW: dict[str, dict[str, Any]] = {
     "bool": {"action": BooleanOptionalAction},
     "Sequence[str]": {"metavar": "DATA", "nargs": "+"},
 }
-"""How argparse reads a field, by its type; a text is read as it is."""
+"""How argparse reads a field, by its type; a string is read as it is."""
 
 
 OUT_OF_TIME = 3
-"""Exit status of a run that stopped because its minutes were over."""
+"""Exit status of a run that stopped because its --minutes were up."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add the run's own options, with defaults, and those of `Settings`, whose defaults come after a recipe's."""
+    """Add the run's options, with defaults, and those of `Settings`, whose defaults yield to a recipe's."""
     add = parser.add_argument
-    add("kind", choices=("lm", "sft"), help="lm: windows of text; sft: conversations, learning the answers only")
+    add("kind", choices=("lm", "sft"), help="lm: windows of text; sft: conversations, trained on the answers only")
     add("model", metavar="MODEL", nargs="?", help="a Hugging Face name or folder, a .gguf file, or `default`")
     add("--out", metavar="DIR", type=Path, required=True, help="folder of the run; the same command resumes it")
     add(
@@ -43,10 +43,10 @@ def add_arguments(parser: ArgumentParser) -> None:
         type=Path,
         help="settings to start from: a file, or a name such as table3-3d-rpe-llama2-7b-32k-small",
     )
-    add("--minutes", metavar="N", type=float, help="stop at a checkpoint before N minutes are over, with exit status 3")
-    add("--device", help="cpu or cuda; default the GPU if there is one")
+    add("--minutes", metavar="N", type=float, help="stop at a checkpoint before N minutes are up, with exit status 3")
+    add("--device", help="cpu or cuda; default: the GPU if there is one")
     add("--trust-remote-code", action="store_true", help="run code that comes with the model")
-    add("--law", help="the law, name:parameter=value, or a law file; default 3d-rpe")
+    add("--law", help="law name, name:parameter=value, or law file; default 3d-rpe")
     add_law_arguments(parser)
     _add_settings(parser)
 
@@ -76,7 +76,7 @@ def given_settings(arguments: Namespace) -> dict[str, Any]:
     given |= {name: value for name, value in vars(arguments).items() if name not in own}
     if arguments.lora_plus:
         if getattr(arguments, "method", "lora-plus") != "lora-plus":
-            raise ConfigError(f"--lora-plus is given with --method {arguments.method}", "give one of the two")
+            raise ConfigError(f"--lora-plus is given with --method {arguments.method}", "pass only one of them")
         given["method"] = "lora-plus"
     if arguments.law is not None:
         chosen = law_given(arguments.law, arguments)
@@ -87,7 +87,7 @@ def given_settings(arguments: Namespace) -> dict[str, Any]:
         given["model"] = arguments.model
     for name, option in (("model", "MODEL"), ("context", "--context"), ("data", "--data")):
         if name not in given:
-            raise ConfigError(f"{option} is missing", f"give it, or a --recipe that has {name!r}")
+            raise ConfigError(f"{option} is missing", f"pass it, or a --recipe that has {name!r}")
     return given
 
 
@@ -96,6 +96,10 @@ def run(arguments: Namespace) -> int:
     need("train", "peft", "accelerate")
     need("cli", "rich", "matplotlib")
     settings = Settings(**given_settings(arguments))
+    without = dict.fromkeys(("rank", "alpha"), "LoRA: --method is full") if settings.method == "full" else {}
+    if settings.kind == "sft":
+        without |= dict.fromkeys(("pack", "mix", "text_field"), "windows of text: sft reads conversations")
+    note_unused(arguments, without)
     if settings.tensorboard and find_spec("tensorboard") is None:
         raise ConfigError("tensorboard is not installed", "pip install tensorboard, or leave --tensorboard out")
     from rpe3d.train import OutOfTime, train
@@ -122,6 +126,6 @@ def run(arguments: Namespace) -> int:
         return OUT_OF_TIME
     if first:
         print(result)
-        after = "`rpe3d merge` makes it one model" if settings.method != "full" else "it carries its law"
+        after = "`rpe3d merge` merges it into its base" if settings.method != "full" else "it carries its law"
         say(f"wrote {result}, {arguments.out / 'log.csv'}, {arguments.out / 'loss.png'}; {after}")
     return 0

@@ -1,4 +1,4 @@
-"""How far a model stretches: perplexity, copying and passkeys under every law, and what they say of the model."""
+"""Measure how far a model stretches: perplexity, copying and passkeys under every law."""
 
 from rpe3d.evaluate.compare import compare
 from rpe3d.evaluate.settings import Settings

@@ -1,11 +1,11 @@
-"""Every law at every length on the same windows, copies and passkeys: one row each.
+"""Compare laws: every law at every length on the same windows, copies and passkeys, one row each.
 
 Results, schema 1: {"schema": 1, "kind": "compare", "command", "model": {"name", "architecture", "parameters",
 "pretrained", "head_dim", "rope_theta", "dtype", "device", "fingerprint": {"weights", "config", "tokenizer"}: digests
-as in origin.py}, "versions": {package: version}, "settings": what was asked, "texts": [{"name", "sha256", "tokens"}],
-"rows": [as in row.py, laws x lengths in the order asked, each with "made_from": a digest of model, versions, settings
-and texts, and "commit": of the checkout that measured it, or null], "keys": with LongPPL alone, as in keys.py}.
-Files without fingerprints, of rpe3d before them, can be read and reported on but are not resumed.
+as in origin.py}, "versions": {package: version}, "settings": as asked for, "texts": [{"name", "sha256", "tokens"}],
+"rows": [as in row.py, laws x lengths in the order asked for, each with "made_from": a digest of model, versions,
+settings and texts, and "commit": of the checkout that measured it, or null], "keys": only with LongPPL, as in keys.py}.
+Files without fingerprints, from earlier versions of rpe3d, can be read and reported on but not resumed.
 """
 
 from __future__ import annotations
@@ -45,15 +45,16 @@ def compare(
     progress: Progress = silent,
     probe: Callable[[Bench, int], Found] | None = None,
 ) -> dict[str, Any]:
-    """Compare laws on `texts` (default: Python's language reference) and return the results; leaves the model stock.
+    """Compare laws on `texts` (default: Python's language reference) and return the results; the model is left stock.
 
-    With `file` they are written there after each row, and finished rows that are there already are kept. `keys` is a
-    file of LongPPL's key tokens, which is read if it exists and written otherwise. `name` and `command` are what the
-    results say of the model's and their own origin. `probe` measures a row in a way of its own; results say its name.
+    With `file`, results are written there after each row, and finished rows in it are kept. `keys` is a file of
+    LongPPL's key tokens, which is read if it exists and written otherwise. `name` and `command` are recorded as the
+    origin of the model and of the results. `probe` replaces the measurement of a row; the results record its name.
     """
     texts = list(texts) or default_texts()
     tokens = [tokenize(tokenizer, text) for text in texts]
-    check_tokens(tokens, settings.lengths)
+    if settings.reads_text:
+        check_tokens(tokens, settings.lengths)
     known = facts(as_stock(model))
     asked = [as_the_checkpoint_has_it(model, entry) for entry in settings.entries]
     laws = laws_at(asked, settings.lengths, known, settings.context)

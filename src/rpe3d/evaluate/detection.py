@@ -1,15 +1,16 @@
-"""Scales of `dpe` for a model, by the detection that its authors publish (LuLuLuyi/DPE, effective_length_detection).
+"""Find the scales of `dpe` for a model, by its authors' published detection (LuLuLuyi/DPE, effective_length_detection).
 
-The pairs of dimensions are cut into eight groups. For one group after the other, scales are tried that show a text of T
-tokens as T, T / 2, T / 4 ... positions, down to 1024, while all other groups have the scale 2 (T div L_p), which shows
-half of the pretrained length. Each trial asks for four numbers that are hidden in a text of T tokens, with greedy
-decoding and without a chat. Its score is the share of them in the answer: RULER's niah_multivalue has the authors'
-words. A group takes its best scale.
+The pairs of dimensions are cut into eight groups. For each group in turn, the trial scales show a text of T tokens as
+T, T / 2, T / 4 ... positions, down to 1024, while all other groups have the scale 2 (T div L_p), which shows half of
+the pretrained length. Each trial asks for four numbers hidden in a text of T tokens, with greedy decoding and without a
+chat template. Its score is the share of them in the answer: RULER's niah_multivalue has the authors' wording. A group
+takes its best scale.
 
-Departures. Published is a table to be read by eye; here, of scales that score alike, the one nearest to the others'
-scale is taken. Where the pretrained length is below 8192, the fewest positions are an eighth of it. The script leaves
-16 of 64 pairs of each head at their true distance, those of the smallest norms; here all pairs are scaled, as in the
-authors' first example, because a law is the same for all heads. The haystack is the user's text, not Graham's essays.
+Departures. The authors publish a table to be read by eye; here, of scales with equal scores, the one nearest to the
+scale of the other groups is taken. For a pretrained length below 8192, the fewest positions are an eighth of it. The
+script leaves 16 of 64 pairs of each head, those with the smallest norms, at their true distance; here all pairs are
+scaled, as in the authors' first example, because a law is the same for all heads. The haystack is the user's text, not
+Graham's essays.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ class Trial:
 
 
 def base_scale(pretrained: int, context: int) -> int:
-    """Scale of the groups that are not looked at: 2 (T div L_p)."""
+    """Return the scale of the groups that are not being tried: 2 (T div L_p)."""
     return 2 * (context // pretrained)
 
 
 def candidates(pretrained: int, context: int) -> list[int]:
-    """Scales that show T, T / 2, T / 4 ... positions, in whole numbers as a shell divides, down to 1024."""
+    """Return the scales that show T, T / 2, T / 4 ... positions, by integer division as in a shell, down to 1024."""
     fewest, length, scales = min(FEWEST, max(1, pretrained // 8)), context, []
     while length >= fewest:
         scales.append(context // length)
@@ -57,7 +58,7 @@ def candidates(pretrained: int, context: int) -> list[int]:
 
 
 def search(pretrained: int, context: int, groups: int, score: Callable[[tuple[int, ...]], float]) -> list[Trial]:
-    """Score every candidate in every group; scales that come up again are not scored again."""
+    """Score every candidate in every group; scales that occur again are not scored again."""
     base, known, trials = base_scale(pretrained, context), {}, []
     for group in range(groups):
         for scale in candidates(pretrained, context):
@@ -69,7 +70,7 @@ def search(pretrained: int, context: int, groups: int, score: Callable[[tuple[in
 
 
 def best(trials: Sequence[Trial], base: int) -> tuple[int, ...]:
-    """Return the best scale of every group; of those that score alike, the nearest to `base` by ratio."""
+    """Return the best scale of every group; of those with equal scores, the nearest to `base` by ratio."""
 
     def rank(trial: Trial) -> tuple[float, float, int]:
         return trial.score, -abs(math.log(trial.scale / base)), trial.scale
@@ -86,7 +87,7 @@ def questions(tokenizer: Any, context: int, count: int, essay: str) -> list[Samp
 def detect(
     model: Any, tokenizer: Any, facts: dict[str, Any], context: int, samples: Sequence[Sample], progress: Progress
 ) -> tuple[Law, list[Trial]]:
-    """Return `dpe` with the scales found for a model, and all trials. The model is as before afterwards."""
+    """Return `dpe` with the scales found for a model, and all trials. The model is left as it was."""
     pretrained = facts["pretrained"]
     base = base_scale(pretrained, context)
     groups = min(GROUPS, make_law("dpe", context=context, **facts).rotary.pairs)

@@ -1,9 +1,9 @@
-"""The context that a model really uses: from how far back it can still copy, with stock RoPE; and 3D-RPE for it.
+"""Measure the context that a model really uses (how far back it can copy with stock RoPE), and pick 3D-RPE for it.
 
 A trial is one window of the pretrained length with eight passages in it, each repeated once, nested like brackets: the
-repetitions of the first stand 1/8 of the length behind it, those of the last nearly the whole length. The model copies
-from a distance if repetitions cost it at most half of what the same tokens cost at first sight, over all trials and as
-the mean with the distances before and after: single distances are noisy, and one next to a failure is not safe.
+repetition of the first comes 1/8 of the length after it, that of the last nearly the whole length. The model copies
+from a distance if repetitions cost at most half of what the same tokens cost at first sight, over all trials and
+averaged with the distances before and after: single distances are noisy, and one next to a failure is not safe.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ STEPS = 8
 AT_MOST = 0.5
 SHORTEST = 256
 FEWEST = 8
-"""Far blocks that a query chooses at least: an eighth of them, one, is always the first."""
+"""Minimum number of far blocks that a query chooses: one in eight is always the first."""
 
 LEVEL = 0.01
-"""Nats that the two windows which are weighed are not taken to tell apart."""
+"""Difference in nats that the two tried windows are not trusted to resolve."""
 Way = Literal["even", "anchored", "chosen", "wide"]
-"""All far keys fade; all but the first token do; or a query chooses as many as half of the reach, or as all of it."""
+"""All far keys fade; all but the first token fade; or a query chooses as many keys as half of the reach, or as all of
+it."""
 WAYS: tuple[Way, ...] = get_args(Way)
 CHOSEN: tuple[Way, ...] = ("chosen", "wide")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Distance:
-    """Mean losses of passages at first sight and when repeated `distance` later, and of other text that far on."""
+    """Mean losses of passages at first sight and when repeated `distance` later, and of other text at that position."""
 
     distance: int
     first: float
@@ -57,7 +58,7 @@ class Distance:
 
 @dataclass(frozen=True, kw_only=True)
 class Nested:
-    """A window and where its passages stand: the first and the second time, from the nearest pair to the farthest."""
+    """A window and the places of its passages, the first and the second time, from the nearest pair to the farthest."""
 
     tokens: Tensor
     size: int
@@ -70,20 +71,20 @@ def passage_of(length: int) -> int:
 
 
 def longest(texts: Sequence[Tokens]) -> int:
-    """Return the longest window that these texts suffice for."""
+    """Return the longest window that these texts are long enough for."""
     return sum(len(text.ids) for text in texts) * 4 // 5  # it is a window and eight passages of 1/32
 
 
 def make_nested(texts: Sequence[Tokens], length: int, seed: int, first: tuple[int, ...] = ()) -> Nested:
-    """Make a window and its passages. All texts are one ring: the window starts anywhere, passages fill the rest."""
+    """Make a window and its passages. All texts form one ring: the window starts anywhere, passages fill the rest."""
     ring = torch.cat([text.ids for text in texts])
     size = passage_of(length)
     body = length - len(first)
     spacing = (len(ring) - body) // STEPS
     if spacing < size:
         raise ConfigError(
-            f"the texts have {len(ring)} tokens, and measuring {length} positions takes {body + STEPS * size}",
-            "give longer files with --texts",
+            f"the texts have {len(ring)} tokens, but measuring {length} positions takes {body + STEPS * size}",
+            "pass longer files to --texts",
         )
     turned = ring.roll(-random.Random(seed).randrange(len(ring)))
     tokens = torch.cat([torch.tensor(first, dtype=ring.dtype), turned[:body]])
@@ -102,9 +103,9 @@ def make_nested(texts: Sequence[Tokens], length: int, seed: int, first: tuple[in
 def measure_distances(
     model: Any, texts: Sequence[Tokens], length: int, seeds: Sequence[int], first: tuple[int, ...], progress: Progress
 ) -> list[Distance]:
-    """Measure copying by distance and the loss of text by position, over all trials, under the model's own law."""
+    """Measure copying by distance and the loss of text by position, over all trials, under the model's current law."""
     if length < SHORTEST:
-        raise ConfigError(f"the model has {length} positions, too few to measure", f"give one with {SHORTEST} or more")
+        raise ConfigError(f"the model has {length} positions, too few to measure", f"use one with {SHORTEST} or more")
     sums = torch.zeros(3, STEPS, dtype=torch.float64)
     counts = torch.zeros(STEPS, dtype=torch.float64)
     for done, seed in enumerate(seeds):
@@ -134,28 +135,28 @@ def measure_distances(
 
 
 def averaged(distances: Sequence[Distance]) -> list[float]:
-    """Average each share with its neighbours'; the first and the last stand in for the neighbour they lack."""
+    """Average each share with its neighbours; the first and the last stand in for the neighbour they lack."""
     shares = [one.share for one in distances]
     padded = [shares[0], *shares, shares[-1]]
     return [sum(padded[i : i + 3]) / 3 for i in range(len(shares))]
 
 
 def effective_context(distances: Sequence[Distance]) -> int:
-    """Return the largest distance up to which the model copies from every distance measured; 0 where there is none."""
+    """Return the largest distance up to which the model copies from every measured distance; 0 if there is none."""
     near = takewhile(lambda pair: pair[1] <= AT_MOST, zip(distances, averaged(distances), strict=True))
     return max((one.distance for one, _ in near), default=0)
 
 
 def pick(effective: int, pretrained: int, context: int, way: Way = "even") -> dict[str, Any]:
-    """Choose 3D-RPE's parameters for a model that uses `effective` positions; all exact for a context within them.
+    """Choose 3D-RPE's parameters for a model that uses `effective` positions; a context within them is all exact.
 
-    The reach is 3/4 of them, which leaves room for the weaker layers, and at most half of the pretrained length: of
-    what lies farther back, most tokens of the pretraining have seen nothing. A chunk is a tenth of them, as a power of
-    two from 128 to 512, or a quarter where that is less. The defaults of `3d-rpe` are the same for a model that uses
-    2/3 of its pretrained length.
+    The reach is 3/4 of the effective context, which leaves room for the weaker layers, and at most half of the
+    pretrained length: most tokens in pretraining have seen nothing from farther back. A chunk is a tenth of the
+    effective context, as a power of two from 128 to 512, or a quarter of it if that is less. The defaults of `3d-rpe`
+    are the same for a model that uses 2/3 of its pretrained length.
 
     "anchored": the first token does not fade, so the others may fade more, and more of them may be far. "chosen": no
-    far key fades, and a query sees as many as half of the reach, in blocks; "wide": as many as all of it. `weigh` tells
+    far key fades, and a query sees as many as half of the reach, in blocks; "wide": as many as all of it. `weigh` finds
     which is best for a model.
     """
     chunk = min(512, max(128, 1 << (effective // 10).bit_length() - 1), effective // 4)
@@ -177,7 +178,7 @@ def pick(effective: int, pretrained: int, context: int, way: Way = "even") -> di
 
 
 def ways(effective: int, pretrained: int, length: int, *, chosen: bool) -> list[Way]:
-    """Return the ways to weigh, with `chosen` those that choose as well; "wide" only where it is another law."""
+    """Return the ways to try, with `chosen` those that choose keys as well; "wide" only if it is a different law."""
     wide, half = (pick(effective, pretrained, length, way) for way in ("wide", "chosen"))
     return [way for way in WAYS if chosen or way not in CHOSEN if way != "wide" or wide != half]
 
@@ -221,8 +222,8 @@ def weigh(
 def cheapest(weighed: Mapping[Way, Weighed], *, longer: bool = False) -> Way:
     """Return the way that costs least, the earlier of two that cost the same.
 
-    `longer` says that texts will be longer than the windows that were weighed. The cheaper choice is then picked where
-    it costs at most `LEVEL` more: what a choice gains grows with the length of a text (docs/log.md).
+    `longer` says that texts will be longer than the windows that were tried. The cheaper of the ways that choose keys
+    is then picked if it costs at most `LEVEL` more: what a choice gains grows with the length of a text (docs/log.md).
     """
 
     def cost(way: Way) -> tuple[bool, float]:

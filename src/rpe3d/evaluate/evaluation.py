@@ -1,18 +1,18 @@
-"""An evaluation: every law at every length on every task, one row each, with the predictions that it is made of.
+"""Evaluate every law at every length on every task, one row each, and keep the predictions behind each row.
 
 Results, schema 1: {"schema": 1, "kind": "eval", "command", "model": as in under.py with "fingerprint": {"weights",
 "config", "tokenizer", "generation"}: digests as in origin.py, "versions", "settings": what every row was made with,
 "data": {"suite:task", or "suite:task at length" for questions of one length: [{"name", "sha256", "n"}]}, "laws":
 {"label at length": the law, null for the model as it is}, "rows": [{"law", "name", "parameters", "length", "context",
 "suite", "task", "metric", "score", "n", "empty", "status": "ok" | "out of memory" | "skipped: why", "seconds",
-"samples_per_minute", "batch", "predictions": a path beside the file, "made_from": a digest of all that decides the row,
-which each line of its predictions carries as well, "commit": of the checkout that finished it, or null, "parts": for
-suites that have them the scores of some samples with their number, as {"difficulty": {"easy": [25.0, 4]}}}]}.
-Scores are percents, for `ppl` and `longppl` perplexities, for `copy` losses. Seconds are of the run that finished the
-row, with the making of its prompts under the first law, which the others share; samples per minute are of generation
-alone. The batch is that of the run that finished the row: it changes rounding only, so a run may be resumed with
-another.
-Files without fingerprints, of rpe3d before them, can be read but are not resumed.
+"samples_per_minute", "batch", "predictions": a path next to the file, "made_from": a digest of all that decides the
+row, which each line of its predictions also carries, "commit": of the checkout that finished it, or null, "parts": for
+suites that have them, the scores of some samples with their number, e.g. {"difficulty": {"easy": [25.0, 4]}}}]}.
+Scores are percentages, but perplexities for `ppl` and `longppl` and losses for `copy`. Seconds are those of the run
+that finished the row; under the first law they include building the prompts, which the other laws share. Samples per
+minute count generation only. The batch is that of the run that finished the row: it changes only rounding, so a run may
+be resumed with another.
+Files without fingerprints, from earlier versions of rpe3d, can be read but not resumed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 
 from rpe3d.config import ConfigError
 from rpe3d.evaluate.grid import Progress, fill, silent
-from rpe3d.evaluate.keys import FIND, Keys, read_keys
+from rpe3d.evaluate.keys import FIND, Keys, offsets_of, read_keys, taken
 from rpe3d.evaluate.memory import within_memory
 from rpe3d.evaluate.origin import digest, fingerprint, generation, made_from, versions
 from rpe3d.evaluate.ranks import ranks
@@ -38,12 +38,17 @@ from rpe3d.evaluate.store import SCHEMA, Key, Row, Store
 from rpe3d.evaluate.tasks import PROBES, Task, title
 from rpe3d.evaluate.tasks.chat import TEMPLATE, Chat
 from rpe3d.evaluate.tasks.generate import Generator, generator
+from rpe3d.evaluate.tasks.longppl import SHORT, truncation
 from rpe3d.evaluate.tasks.measure import Advance, Means, predict, probe
+from rpe3d.evaluate.tasks.perplexity import whole_windows
 from rpe3d.evaluate.tasks.predictions import Predictions, Score, predictions_file, remove_predictions
 from rpe3d.evaluate.tasks.questions import Data
-from rpe3d.evaluate.texts import Text
+from rpe3d.evaluate.texts import Text, tokenize
 from rpe3d.evaluate.under import Cell, about_as_it_is, laws_of, under
 from rpe3d.geometry import Law
+from rpe3d.models import law_of
+from rpe3d.models.own_context import pretrained_positions
+from rpe3d.text import opening
 
 LONG: Task = ("longppl", "")
 
@@ -65,8 +70,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Measure what `ask` says and return the results; the model is left as it was.
 
-    With `file` they are written there after each row, and predictions beside it after each batch; what is there already
-    is kept. `keys` is a file of LongPPL's key tokens. `generate` may be another engine than the model's own.
+    With `file`, results are written there after each row, and predictions next to it after each batch; finished ones
+    are kept. `keys` is a file of LongPPL's key tokens. `generate` may be another engine than the model's own.
     """
     laws = laws_of(model, ask.entries, ask.lengths, ask.context)
     template = chat.tokenizer.chat_template if chat.form == TEMPLATE else None
@@ -88,9 +93,9 @@ def evaluate(
     }
     found: Keys = {}
     if LONG in ask.tasks:
-        found = _keys(keys, known["tokenizer"], texts[LONG])
-        n = sum(len(window["keys"]) for of in found.values() for window in of["windows"])
-        content["data"][title(LONG)] += [{"name": "key tokens", "sha256": digest(found), "n": n}]
+        found, said = _keys(keys, model, chat.tokenizer, known["tokenizer"], texts[LONG], ask)
+        n = sum(len(window["keys"]) for of in said.values() for window in of["windows"])
+        content["data"][title(LONG)] += [{"name": "key tokens", "sha256": digest(said), "n": n}]
     here = ranks()
     generate = generate or generator(model, chat)
     means = Means(model=model, chat=chat, generate=generate, ask=ask, data=data, texts=texts, ranks=here, keys=found)
@@ -122,13 +127,29 @@ def evaluate(
     return content
 
 
-def _keys(path: Path | None, tokenizer: str, texts: Sequence[Text]) -> Keys:
-    """Read LongPPL's key tokens: a model under one law cannot find its own without favouring itself."""
-    origin = {"tokenizer": tokenizer, "texts": {text.name: text.sha256 for text in texts}}
-    found = None if path is None else read_keys(path, origin)
+def _keys(
+    path: Path | None, model: Any, tokenizer: Any, fingerprint: str, texts: Sequence[Text], ask: Ask
+) -> tuple[Keys, Keys]:
+    """Read LongPPL's key tokens, as this model's tokenizer has them and as the file does.
+
+    A model under one law cannot find its own without favouring itself.
+    """
+    said: Keys = {}
+
+    def other(keys: Keys) -> Keys | None:
+        said.update(keys)
+        tokens, first = [tokenize(tokenizer, text) for text in texts], opening(tokenizer)
+        windows = {length: whole_windows(tokens, length, ask.windows, first) for length in ask.lengths}
+        law = law_of(model)
+        pretrained = law.pretrained if law else pretrained_positions(model.config.get_text_config(decoder=True))
+        short = SHORT if pretrained is None else truncation(pretrained).short
+        return taken(keys, windows, offsets_of(tokenizer, texts, tokens), short)
+
+    origin = {"tokenizer": fingerprint, "texts": {text.name: text.sha256 for text in texts}}
+    found = None if path is None else read_keys(path, origin, other)
     if found is None:
         raise ConfigError(f"{path} does not exist" if path else "longppl needs key tokens: --keys is missing", FIND)
-    return found
+    return found, said or found
 
 
 def origin(content: Mapping[str, Any], key: Key) -> str:
@@ -141,12 +162,12 @@ def origin(content: Mapping[str, Any], key: Key) -> str:
 
 
 def _predictions(file: Path, content: Mapping[str, Any], key: Key) -> Predictions:
-    """Return where a row's predictions lie and what they are made from."""
+    """Return the file of a row's predictions, and the digest of what they are made from."""
     return Predictions(path=predictions_file(file, key), made_from=origin(content, key))
 
 
 def _prepare(store: Store, waiting: Sequence[Key], overwrite: bool) -> None:
-    """Refuse predictions of something else, or remove them, before the first is made.
+    """Refuse predictions made from something else, or remove them, before the first is made.
 
     The results file comes first: predictions without one would be refused after a kill.
     """
@@ -160,7 +181,7 @@ def _prepare(store: Store, waiting: Sequence[Key], overwrite: bool) -> None:
 
 
 def _version(package: str) -> str | None:
-    """Return the version of a package that makes or scores some of the questions; None where it is not installed."""
+    """Return the version of a package that makes or scores some of the questions; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -168,14 +189,14 @@ def _version(package: str) -> str | None:
 
 
 def _engine(generate: Generator | None) -> str:
-    """Return a name for what answers: the model's own `generate`, or the caller's function."""
+    """Return a name for the engine that answers: the model's own `generate`, or the caller's function."""
     if generate is None:
         return "transformers"
     return f"{generate.__module__}.{getattr(generate, '__qualname__', type(generate).__qualname__)}"
 
 
 def origins(data: Mapping[Task, Data], texts: Mapping[Task, Sequence[Text]]) -> dict[str, list[dict[str, Any]]]:
-    """Return the name, digest and size of each task's questions and texts; of questions for one length, apart."""
+    """Return the name, digest and size of each task's questions and texts; questions for one length come apart."""
     found: dict[str, list[dict[str, Any]]] = {}
     for task, d in data.items():
         parts = {f"{title(task)} at {length}": one for length, one in d.at.items()} or {title(task): d}
@@ -189,7 +210,7 @@ def origins(data: Mapping[Task, Data], texts: Mapping[Task, Sequence[Text]]) -> 
 def _row(
     means: Means, place: Cell, law: Law | ConfigError | None, task: Task, kept: Predictions | None, advance: Advance
 ) -> Row:
-    """Measure one task under one law. A refusal, or running out of memory, is the row's result, not the end."""
+    """Measure one task under one law. A refusal, or running out of memory, becomes the row's result, not the end."""
     label, length = place
     row: Row = {"law": label, "name": None, "parameters": {}, "length": length, "context": None}
     row |= {"suite": task[0], "task": task[1], "metric": None, "score": None, "n": 0, "empty": 0, "status": "ok"}

@@ -1,4 +1,4 @@
-"""What a comparison found, in sentences made of its numbers alone."""
+"""Summarise a comparison in sentences made from its numbers alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STOCK = Rope.name
 
 
 def findings(results: Results) -> list[str]:
-    """Say the headline, then where stock RoPE breaks, what was retrieved, and what could not be measured."""
+    """Return the headline, then where stock RoPE breaks, what was retrieved, and what could not be measured."""
     rows, pretrained = results["rows"], results["model"]["pretrained"]
     measured = [row for row in rows if row["status"] == "ok"]
     if not measured:
@@ -39,7 +39,7 @@ def number(value: float) -> str:
 
 
 def _reading(where: str, rows: list[Row]) -> str:
-    """Say which laws read best, which come next, and stock RoPE's place; crown no law within the noise."""
+    """Say which laws read best, which come next, and where stock RoPE ranks; crown no law within the noise."""
     known = sorted((row for row in rows if row["ppl"] is not None), key=lambda row: row["ppl"])
     if not known:
         return f"{where}, perplexity was not measured."
@@ -66,9 +66,9 @@ def _reading(where: str, rows: list[Row]) -> str:
 
 
 def _breaking(rows: list[Row], pretrained: int) -> str:
-    """Say where stock RoPE passes twice the perplexity of the best law for good; if it is best, of its own beginning.
+    """Say from where on stock RoPE exceeds twice the perplexity of the best law; if it is best, of its own beginning.
 
-    Say nothing where it is best and no bucket of positions lies within the pretrained length: it has no beginning.
+    Say nothing if it is best and no bucket of positions lies within the pretrained length: it has no beginning.
     """
     known = sorted((row for row in rows if row["positions"]), key=lambda row: row["ppl"])
     stock = next((row for row in known if row["law"] == STOCK), None)
@@ -94,7 +94,7 @@ def _breaking(rows: list[Row], pretrained: int) -> str:
 
 
 def _retrieving(length: int, rows: list[Row], results: Results) -> str:
-    """Say how many passkeys each law found; a probe of its own may hide other notes."""
+    """Say how many passkeys each law found; a custom probe may hide other notes."""
     known = [row for row in rows if row["passkey_n"]]
     known.sort(key=lambda row: -row["passkey"] / row["passkey_n"])
     if not known:
@@ -106,7 +106,7 @@ def _retrieving(length: int, rows: list[Row], results: Results) -> str:
 
 
 def _answering(length: int, rows: list[Row]) -> str:
-    """Say what each law answered to one passkey, which says more than a count."""
+    """Say what each law answered to one passkey, which tells more than a count."""
     trial = rows[0]["passkeys"][0]
     said = _grouped((row["law"], f"answers {row['passkeys'][0]['answer'].strip()!r}") for row in rows)
     return f"Asked for the passkey {trial['key']}, about {(1 - trial['depth']) * length:,.0f} tokens back: {said}."
@@ -119,7 +119,7 @@ def _copying(length: int, rows: list[Row]) -> str:
 
 
 def _key_tokens(length: int, rows: list[Row], results: Results) -> str:
-    """Say what LongPPL is, and who found its key tokens: they decide which law looks good."""
+    """Say what LongPPL is, and what found its key tokens: they decide which law looks good."""
     known = sorted((row for row in rows if row.get("long_ppl") is not None), key=lambda row: row["long_ppl"])
     counts = [row["key_tokens"] for row in rows if row.get("key_tokens") is not None]
     if not counts:
@@ -132,14 +132,14 @@ def _key_tokens(length: int, rows: list[Row], results: Results) -> str:
 
 
 def evaluator(keys: Mapping[str, Any]) -> str:
-    """Name what found these key tokens: a model under laws, and the truncated context."""
+    """Describe what found these key tokens: a model under laws, and the truncated context."""
     by = [law for law in keys["by"]["laws"] if law not in keys["left_out"]]
     under = _listed(by) if len(by) == 1 else f"any of {_listed(by)}"
     return f"{keys['by']['model']} under {under}, against a context of {keys['short']} tokens with stock RoPE"
 
 
 def _grouped(pairs: Iterable[tuple[str, str]]) -> str:
-    """Join `a and b 9 of 10, c 8 of 10`: neighbours share a value. Of more than five, keep three and stock's."""
+    """Join `a and b 9 of 10, c 8 of 10`, where neighbours share a value. Of more than five, keep three and stock's."""
     groups: list[tuple[list[str], str]] = []
     for name, value in pairs:
         if groups and groups[-1][1] == value:

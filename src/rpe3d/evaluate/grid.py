@@ -1,4 +1,4 @@
-"""One grid of rows for every command: what is measured already is kept, and each new row is written when it is done."""
+"""Fill the grid of rows of any command: finished rows are kept, and each new row is written when it is done."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from rpe3d.evaluate.ranks import Ranks
 from rpe3d.evaluate.store import Key, Row, Store, locked
 
 Progress = Callable[[str, float, float], None]
-"""Called with what is being measured, and the work done and in all, in units of time as far as they can be foreseen."""
+"""Called with a description of the work, the work done and the total, in estimated units of time."""
 Measure = Callable[[Sequence[Key]], Iterable[tuple[Key, Row]]]
-"""Measures the rows of these keys, in any order, and yields each when it is done."""
+"""Measures the rows of these keys, in any order, and yields each as soon as it is done."""
 
 
 def silent(what: str, done: float, total: float) -> None:
@@ -20,9 +20,9 @@ def silent(what: str, done: float, total: float) -> None:
 
 
 def fill(store: Store, measure: Measure, here: Ranks, overwrite: bool = False) -> None:
-    """Measure every row of the store that is not finished yet; the first of several processes reads and writes.
+    """Measure every unfinished row of the store; the first of several processes reads and writes.
 
-    No other run writes to the file meanwhile. `overwrite` starts over instead of keeping finished rows.
+    No other run may write to the file meanwhile. `overwrite` starts over instead of keeping finished rows.
     """
     with ExitStack() as held:
 

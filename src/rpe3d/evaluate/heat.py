@@ -1,4 +1,4 @@
-"""Heat maps of an evaluation: what share of the answers was found at each depth of the prompt and each length."""
+"""Draw heat maps of an evaluation: the share of answers found at each depth of the prompt and each length."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from rpe3d.evaluate.plots import Panel, Plot, drawing_cells
 
 MOST = 11
-"""Rows of a map; more depths than that are gathered to whole tenths."""
+"""Maximum rows of a map; more depths are rounded to tenths."""
 NAMES = {
     "needle": "Needle in a haystack",
     "passkey": "Passkeys",
@@ -16,13 +16,13 @@ NAMES = {
     "infinitebench": "InfiniteBench",
 }
 LETTER = 7.0
-"""Points of a letter in a panel's title: panels are as wide as the longest name of a law."""
+"""Width of a letter in a panel's title, in points: panels are as wide as the longest name of a law."""
 Cells = dict[tuple[int, float], tuple[float, int]]
-"""By length and depth: the number of right answers, and of all."""
+"""By length and depth: the number of right answers, and of all answers."""
 
 
 def heat_maps(results: Mapping[str, Any]) -> list[Plot]:
-    """Return a map for every task whose rows know their depths, with a panel for each law; all share their scale."""
+    """Return a map for every task whose rows have depths, with a panel for each law; all share one scale."""
     tasks: dict[tuple[str, str], dict[str, Cells]] = {}
     for row in results["rows"]:
         depths = row.get("parts", {}).get("depth") if row["status"] == "ok" else None

@@ -1,17 +1,17 @@
-"""Which tokens are key for LongPPL: found once for all laws of a comparison, or read from a file.
+"""Find the key tokens of LongPPL once for all laws of a comparison, or read them from a file.
 
 By default the evaluator is the compared model itself. loss_short is its loss with stock RoPE on a truncated context
 within its pretrained length. loss_full is taken under each compared law that reads the whole text, and a token is key
-if it is key under any of them. One law as the evaluator would have every key token below 2 nats by construction, and so
-beat all others. Laws that resemble each other still share their key tokens: compare few variants of one law.
+if it is key under any of them. A single law as the evaluator would have every key token below 2 nats by construction,
+and so beat all others. Similar laws still share their key tokens: compare few variants of one law.
 
-Key tokens, as results hold them in "keys" and a keys file as well: {length: {"by": {"model", "weights": digest,
+Key tokens, in the "keys" of results and of a keys file: {length: {"by": {"model", "weights": digest,
 "laws"}, "alpha", "beta", "short", "step", "left_out": laws that ran out of memory, "windows": [{"text", "start",
 "keys": numbers of tokens in the window, which count its BOS token}]}}. A keys file, schema 1: {"schema": 1, "kind":
 "keys", "tokenizer": digest, "texts": {name: sha256}, "keys"}, in which a length also has "spans": {name of a text:
-[[first character of a key token or of several in a row, the one after the last]]}, where the tokenizer tells. To a
-model with another tokenizer the tokens that lie within spans of the file's longest windows are key, as upstream has it,
-and "by" also has the "length" of those.
+[[first character of a run of key tokens, the one after the last]]}, if the tokenizer reports them. For a model with
+another tokenizer, the tokens within spans of the file's longest windows are key, as upstream does it, and "by" also has
+the "length" of those windows.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from rpe3d.evaluate.tasks.longppl import (
 )
 from rpe3d.evaluate.tasks.perplexity import Window
 from rpe3d.evaluate.tasks.probes import Bench
-from rpe3d.evaluate.texts import Text
+from rpe3d.evaluate.texts import Text, Tokens
 from rpe3d.evaluate.under import Cell, under
 from rpe3d.geometry import Law
 
 Keys = dict[str, Any]
-"""Key tokens by length, which is text as in JSON."""
+"""Key tokens by length, which is a string as in JSON."""
 FIND = "find them with `rpe3d compare MODEL --lengths N --measures longppl --keys FILE`"
 ANOTHER = "pass another file to --keys, which is written if it does not exist"
 
@@ -61,7 +61,7 @@ def reads_all(law: Law) -> bool:
 
 
 def evaluators(laws: Mapping[str, Law | ConfigError]) -> dict[str, Law]:
-    """Return the laws that find key tokens at a length; refuse where none reads the whole text."""
+    """Return the laws that find key tokens at a length; refuse if none reads the whole text."""
     able = {label: law for label, law in laws.items() if not isinstance(law, ConfigError) and reads_all(law)}
     if not able:
         raise ConfigError(
@@ -73,7 +73,7 @@ def evaluators(laws: Mapping[str, Law | ConfigError]) -> dict[str, Law]:
 
 @dataclass(kw_only=True)
 class KeyTokens:
-    """The key tokens of a comparison: where they are kept, and what is still to be found."""
+    """The key tokens of a comparison: where they are stored, and which are still to be found."""
 
     bench: Bench
     laws: Mapping[Cell, Law | ConfigError]
@@ -82,7 +82,7 @@ class KeyTokens:
     texts: Sequence[Text]
     file: Path | None
     waiting: dict[int, dict[str, Law]] = field(default_factory=dict)
-    """The lengths whose key tokens are not known, with the laws that find them."""
+    """Lengths whose key tokens are not known, with the laws that find them."""
     unwritten: bool = False
 
     @property
@@ -97,52 +97,30 @@ class KeyTokens:
 
     @property
     def origin(self) -> dict[str, Any]:
-        """What key tokens belong to: a tokenizer and texts."""
+        """Origin of key tokens: a tokenizer and texts."""
         texts = {text["name"]: text["sha256"] for text in self.results["texts"]}
         return {"tokenizer": self.results["model"]["fingerprint"]["tokenizer"], "texts": texts}
 
     def read(self) -> Keys:
-        """Return the key tokens of the file; refuse what does not fit this comparison."""
+        """Return the key tokens of the file; refuse those that do not fit this comparison."""
         lengths = self.results["settings"]["lengths"]
         check_far(lengths, self.cut)
         windows = {length: self.bench.whole_windows(length) for length in lengths}
-        keys = None if self.file is None else read_keys(self.file, self.origin, lambda keys: self.taken(keys, windows))
+        keys = None if self.file is None else read_keys(self.file, self.origin, partial(self._taken, windows))
         self.unwritten = self.file is not None and keys is None
         check_keys(keys or {}, windows, self.by)
         return keys or {}
 
     @cached_property
     def offsets(self) -> dict[str, Tensor | None]:
-        """Where the tokens of each text stand in it."""
-        counts = {text.name: len(text.ids) for text in self.bench.texts}
-        return {text.name: spans.offsets(self.bench.tokenizer, text.content, counts[text.name]) for text in self.texts}
+        """Character offsets of the tokens of each text."""
+        return offsets_of(self.bench.tokenizer, self.texts, self.bench.texts)
 
-    def taken(self, keys: Keys, windows: Mapping[int, Sequence[Window]]) -> Keys | None:
-        """Return key tokens that another tokenizer's model found, as this one's; None where that cannot be told."""
-        longest = max(keys, key=int, default=None)
-        if longest is None or "spans" not in keys[longest] or None in self.offsets.values():
-            return None
-        found = keys[longest]
-        said = {"by": {**found["by"], "length": int(longest)}}
-        said |= {name: found[name] for name in ("alpha", "beta", "short", "step", "left_out")}
-
-        def of(window: Window) -> list[int]:
-            at = self.offsets[window.text]
-            assert at is not None
-            key = spans.within(at[window.start :][: len(window.ids)], found["spans"].get(window.text, []))
-            numbers = (key.nonzero().flatten() + len(window.first)).tolist()
-            return [number for number in numbers if number >= self.cut.short]
-
-        return {
-            str(length): {
-                **said,
-                "windows": [{"text": one.text, "start": one.start, "keys": of(one)} for one in cut],
-            }
-            for length, cut in windows.items()
-        }
+    def _taken(self, windows: Mapping[int, Sequence[Window]], keys: Keys) -> Keys | None:
+        return taken(keys, windows, self.offsets, self.cut.short)
 
     def spanned(self) -> Keys:
-        """Return the key tokens with the characters that they stand for, where the tokenizer tells them."""
+        """Return the key tokens with the characters that they stand for, if the tokenizer reports them."""
         if None in self.offsets.values():
             return dict(self.results["keys"])
         return {length: {**found, "spans": self._spans(found)} for length, found in self.results["keys"].items()}
@@ -161,7 +139,7 @@ class KeyTokens:
         return made
 
     def prepare(self, rows: Sequence[Cell]) -> None:
-        """Plan what neither the file nor an earlier run has found, and count its work."""
+        """Plan the search for what neither the file nor an earlier run has found, and count its work."""
         for length in dict.fromkeys(length for _, length in rows):
             if str(length) not in self.results["keys"]:
                 able = evaluators({label: law for (label, at), law in self.laws.items() if at == length})
@@ -170,7 +148,7 @@ class KeyTokens:
                 self.bench.total += self.bench.finding_work(length, len(able))
 
     def find(self, write: Callable[[], None]) -> None:
-        """Find the key tokens that are planned, and keep them in the results and in the file."""
+        """Find the planned key tokens, and store them in the results and in the file."""
 
         def keep() -> None:
             write()
@@ -183,6 +161,42 @@ class KeyTokens:
         if self.unwritten and not self.waiting:  # all of them are those of an earlier run
             self.bench.ranks.together(keep)
         self.bench.keys = positions(self.results["keys"])
+
+
+def offsets_of(tokenizer: Any, texts: Sequence[Text], tokens: Sequence[Tokens]) -> dict[str, Tensor | None]:
+    """Return where the tokens of each text stand in it."""
+    counts = {text.name: len(text.ids) for text in tokens}
+    return {text.name: spans.offsets(tokenizer, text.content, counts[text.name]) for text in texts}
+
+
+def taken(
+    keys: Keys, windows: Mapping[int, Sequence[Window]], offsets: Mapping[str, Tensor | None], short: int
+) -> Keys | None:
+    """Return key tokens that another tokenizer's model found, as this one's; None where that cannot be told.
+
+    None of the first `short` tokens of a window is key.
+    """
+    longest = max(keys, key=int, default=None)
+    if longest is None or "spans" not in keys[longest] or None in offsets.values():
+        return None
+    found = keys[longest]
+    said = {"by": {**found["by"], "length": int(longest)}}
+    said |= {name: found[name] for name in ("alpha", "beta", "short", "step", "left_out")}
+
+    def of(window: Window) -> list[int]:
+        at = offsets[window.text]
+        assert at is not None
+        key = spans.within(at[window.start :][: len(window.ids)], found["spans"].get(window.text, []))
+        numbers = (key.nonzero().flatten() + len(window.first)).tolist()
+        return [number for number in numbers if number >= short]
+
+    return {
+        str(length): {
+            **said,
+            "windows": [{"text": one.text, "start": one.start, "keys": of(one)} for one in cut],
+        }
+        for length, cut in windows.items()
+    }
 
 
 def find(bench: Bench, laws: Mapping[str, Law], length: int, cut: Truncation, by: Mapping[str, Any]) -> dict[str, Any]:
@@ -241,7 +255,7 @@ def _under(bench: Bench, law: Law, windows: Sequence[Window]) -> list[Tensor]:
 
 
 def _everywhere(bench: Bench, work: Any) -> Any:
-    """Return this process's result, or None where memory ran out in any process."""
+    """Return this process's result, or None if memory ran out in any process."""
     made = within_memory(work)
     return made if all(bench.ranks.gather(made is not None)) else None
 
@@ -249,9 +263,9 @@ def _everywhere(bench: Bench, work: Any) -> Any:
 def read_keys(
     path: Path, origin: Mapping[str, Any], taken: Callable[[Keys], Keys | None] = lambda keys: None
 ) -> Keys | None:
-    """Read a keys file, None where there is none yet; refuse that of other texts.
+    """Read a keys file, or return None if there is none yet; refuse one for other texts.
 
-    Of another tokenizer's key tokens `taken` makes this one's; they are refused where it makes nothing.
+    `taken` converts another tokenizer's key tokens to this one's; they are refused if it returns nothing.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -264,7 +278,9 @@ def read_keys(
     except ValueError:
         content = None
     if not isinstance(content, dict) or (content.get("kind"), content.get("schema")) != ("keys", 1):
-        raise ConfigError(f"{path} exists and does not hold key tokens", ANOTHER)
+        raise ConfigError(f"{path} exists but does not hold key tokens", ANOTHER)
+    if not _are_keys(content.get("keys")):
+        raise ConfigError(f"{path} is damaged: its key tokens are not as they were written", ANOTHER)
     if content.get("texts") != origin["texts"]:
         raise ConfigError(f"{path} holds key tokens of other texts", ANOTHER)
     if content.get("tokenizer") == origin["tokenizer"]:
@@ -275,9 +291,25 @@ def read_keys(
     return made
 
 
+def _are_keys(keys: Any) -> bool:
+    """Say whether what a file holds has the form of key tokens."""
+    try:
+        return all(
+            length.isdigit()
+            and of.keys() >= {"by", "alpha", "beta", "short", "step", "left_out", "windows"}
+            and of["by"].keys() >= {"model", "weights", "laws"}
+            and all(one.keys() >= {"text", "start", "keys"} for one in of["windows"])
+            and all(type(key) is int for one in of["windows"] for key in one["keys"])
+            and all(len(span) == 2 for some in of.get("spans", {}).values() for span in some)
+            for length, of in keys.items()
+        )
+    except (AttributeError, TypeError):
+        return False
+
+
 def write_keys(path: Path, origin: Mapping[str, Any], keys: Keys) -> None:
-    """Write a keys file, whole or not at all."""
-    with files.refusing(f"cannot write {path}", "pass a file that can be written to --keys"):
+    """Write a keys file atomically."""
+    with files.refusing(f"cannot write {path}", "pass a writable file to --keys"):
         files.write_json(path, {"schema": 1, "kind": "keys", **origin, "keys": keys})
 
 
@@ -289,7 +321,7 @@ def positions(keys: Keys) -> dict[int, list[list[int]]]:
 def check_keys(keys: Keys, windows: Mapping[int, Sequence[Window]], by: Mapping[str, Any] | None = None) -> None:
     """Refuse key tokens of other windows, and lengths without any that cannot be added.
 
-    Only the model that found the rest can add a length; without a model (`by`) none can.
+    Only the model that found the others can add a length; without a model (`by`) none can.
     """
     for length, cut in windows.items():
         if str(length) not in keys:
@@ -297,15 +329,15 @@ def check_keys(keys: Keys, windows: Mapping[int, Sequence[Window]], by: Mapping[
                 raise ConfigError(f"--keys holds no key tokens of windows of {length} tokens", FIND)
             if any(found["by"]["weights"] != by["weights"] for found in keys.values()):
                 raise ConfigError(
-                    f"--keys holds no key tokens of windows of {length} tokens, and those that it holds are another "
-                    "model's",
+                    f"--keys holds no key tokens of windows of {length} tokens, and those it holds are from another "
+                    "model",
                     f"add {length} with that model, or pass another file to --keys",
                 )
             continue
         found = keys[str(length)]["windows"]
         if [(one["text"], one["start"]) for one in found] != [(one.text, one.start) for one in cut]:
             raise ConfigError(
-                f"the key tokens at {length} are of other windows", "pass the --windows that they were found with"
+                f"the key tokens at {length} come from other windows", "pass the --windows that they were found with"
             )
         if any(not 0 < key < length for one in found for key in one["keys"]):
-            raise ConfigError(f"some key tokens at {length} lie outside of their windows", ANOTHER)
+            raise ConfigError(f"some key tokens at {length} lie outside their windows", ANOTHER)

@@ -1,4 +1,4 @@
-"""How likely a model finds the tokens that it reads, without the logits of a whole window in memory."""
+"""Compute the likelihood of the tokens that a model reads, without holding the logits of a whole window in memory."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _nll(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _in_pieces(model: Any, seen: Any, tokens: Tensor, last: int, piece: int) -> Tensor:
-    """Run the head on `piece` tokens of each row at a time; the decoder's output stands in for the decoder."""
+    """Run the head on `piece` tokens of each row at a time; the decoder's output replaces the decoder."""
     end = tokens.shape[1]
     parts = []
     for start in range(end - last, end, piece):
@@ -59,7 +59,7 @@ def _in_pieces(model: Any, seen: Any, tokens: Tensor, last: int, piece: int) -> 
 
 
 def _hidden(model: Any, tokens: Tensor) -> Any:
-    """Return the decoder's output inside the model's own forward, so that nothing before or around it is left out.
+    """Return the decoder's output from inside the model's own forward, so that nothing before or around it is left out.
 
     A window that is too long to be read at once is read in pieces, and their outputs are joined.
     """
@@ -79,7 +79,7 @@ def _hidden(model: Any, tokens: Tensor) -> Any:
 
 @contextmanager
 def _replaced(module: Any, forward: Any) -> Iterator[None]:
-    """Put `forward` on this instance for a while; put back what stood there before (a device map's hook)."""
+    """Replace `forward` of this instance for a while, and put back what was there before (a device map's hook)."""
     before = module.__dict__.get("forward")
     module.forward = forward
     try:
@@ -93,7 +93,7 @@ def _replaced(module: Any, forward: Any) -> Iterator[None]:
 
 @torch.no_grad()
 def head_in_pieces(model: Any) -> bool:
-    """Say whether the head in pieces gives what the model itself gives, tried once per model on a few tokens."""
+    """Return whether running the head in pieces gives the model's own result, tried once per model on a few tokens."""
     if _CHECKED not in model.__dict__:
         tokens = torch.arange(24, device=model.device)[None] % _vocabulary(model)
         whole = _nll(model(tokens, use_cache=False).logits[:, :-1], tokens[:, 1:])

@@ -15,14 +15,14 @@ WORDS = ("out of memory", "status_alloc_failed", "can't allocate memory", "mha_g
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Say whether `error` means that memory ran out. Only torch's allocator on the GPU has a type for it."""
+    """Return whether `error` means that memory ran out. Only torch's GPU allocator has a type for it."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in WORDS)
 
 
 def within_memory(work: Callable[[], T]) -> T | None:
-    """Return the result of `work`, or None where memory ran out; it is free again then."""
+    """Return the result of `work`, or None if memory ran out; the memory is then free again."""
     try:
         return work()
     except Exception as error:

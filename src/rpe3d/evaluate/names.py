@@ -1,4 +1,4 @@
-"""Short names for pages: a law with parameters of its own is called by its name and a number."""
+"""Choose short names for pages: a law with its own parameters is called by its name and a number."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 LONGEST = 18
-"""Characters of a label that a plot has room for."""
+"""Characters of a label that fit in a plot."""
 
 
 def short_names(labels: Iterable[str]) -> dict[str, str]:
-    """Return what a page calls each label: itself, or a short name that no other label has."""
+    """Return the name of each label on a page: itself, or a short name that no other label has."""
     labels = list(dict.fromkeys(labels))
     names = {label: label for label in labels if len(label) <= LONGEST}
     for label in labels:
@@ -22,7 +22,7 @@ def short_names(labels: Iterable[str]) -> dict[str, str]:
 
 
 def with_short_names(results: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return results whose laws have short names, and the whole label of every name that is another."""
+    """Return results whose laws have short names, and the full label behind every changed name."""
     settings = results["settings"]
     names = short_names([*settings.get("laws", ()), *(row["law"] for row in results["rows"])])
     told = {**results, "rows": [{**row, "law": names[row["law"]]} for row in results["rows"]]}

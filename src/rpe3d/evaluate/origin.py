@@ -1,8 +1,8 @@
-"""What a result was made from: the model itself instead of its name, and the refusal of results of something else.
+"""Record what a result was made from (the model itself, not its name), and refuse to resume results of something else.
 
-A results file names its model, its settings, its data and its versions, and is resumed only where all of them are the
-same. The model is known by digests of everything that decides its numbers, so that weights trained again in the same
-folder are another model. A row and a line of predictions carry one short digest of all of it (`made_from`).
+A results file names its model, settings, data and versions, and is resumed only if all of them are the same. The model
+is identified by digests of everything that decides its numbers, so that weights trained again in the same folder are
+another model. A row and a line of predictions carry one short digest of all of it (`made_from`).
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ NOT_COMPARED = ("schema", "kind", "command", "rows")
 COLLECTED = ("data", "laws", "keys")
 """Parts of a results file that grow with each command: only the entries that both sides have must agree."""
 PIECE = 1 << 24
-"""Bytes that leave a GPU at once: whole tensors took five times as long, in fresh pages of the host's memory."""
+"""Bytes copied from a GPU at once: whole tensors took five times as long, in fresh pages of host memory."""
 NAMES = ("_name_or_path", "name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype")
-"""Entries of a config that do not decide a number; the weights' digest covers their types."""
+"""Config entries that do not affect a number; the digest of the weights covers their dtypes."""
 
 HERE = Path(__file__)
 
 
 def digest(value: Any) -> str:
-    """Return the sha256 of a value as sorted JSON; sets are sorted, and other objects count by their text."""
+    """Return the sha256 of a value as sorted JSON; sets are sorted, and other objects count by their string form."""
 
     def plain(other: Any) -> Any:
         return sorted(map(str, other)) if isinstance(other, (set, frozenset)) else str(other)
@@ -58,10 +58,10 @@ def fingerprint(model: Any, tokenizer: Any) -> dict[str, str]:
 
 
 def weights_digest(model: Any) -> str:
-    """Return one sha256 over every byte, shape and type of all parameters and buffers, wherever they lie.
+    """Return one sha256 over every byte, shape and dtype of all parameters and buffers, on whatever device.
 
-    Every element counts, and the devices and the order in which tensors are read do not. Buffers that are not saved
-    belong to it: a rotary table that was rounded gives other numbers.
+    Every element counts; the devices and the order in which tensors are read do not. Buffers that are not saved are
+    included: a rotary table that was rounded gives other numbers.
     """
     tensors = _tensors(model)
     unique = {id(tensor): tensor for tensor in tensors.values()}  # tied weights are read once
@@ -81,7 +81,7 @@ def _tensors(model: Any) -> dict[str, Any]:
 
 
 def _tensor_digest(value: Any) -> str:
-    """Return the digest of a tensor's type, shape and bytes; a wrapper of tensors counts by those that it wraps."""
+    """Return the digest of a tensor's dtype, shape and bytes; a wrapper counts by the tensors that it wraps."""
     if not isinstance(value, Tensor):  # extra state of a module
         return digest(value)
     value = value.detach()
@@ -97,13 +97,13 @@ def _tensor_digest(value: Any) -> str:
 
 
 def _config(config: Any) -> dict[str, Any]:
-    """Return what a config says of a model's numbers, with the attention that was chosen for it."""
+    """Return the part of a config that affects a model's numbers, with the attention that was chosen for it."""
     content = {name: value for name, value in config.to_dict().items() if name not in NAMES}
     return {**content, "attention": getattr(config, "_attn_implementation", None)}
 
 
 def _adapters(model: Any) -> dict[str, Any]:
-    """Return the state of PEFT's layers that is not in their weights: which adapters act, and how strongly."""
+    """Return the state of PEFT's layers that is not in their weights: which adapters are active, and how strongly."""
     names = ("active_adapters", "merged_adapters", "disable_adapters", "scaling")
     return {
         name: [getattr(layer, state, None) for state in names]
@@ -113,7 +113,7 @@ def _adapters(model: Any) -> dict[str, Any]:
 
 
 def _remote_code(model: Any) -> dict[str, str]:
-    """Return digests of the code that came with a checkpoint; transformers' own is known by its version."""
+    """Return digests of the code that came with a checkpoint; transformers' own code is identified by its version."""
     if not type(model).__module__.startswith("transformers_modules"):
         return {}
     folder = Path(inspect.getfile(type(model))).parent
@@ -121,7 +121,7 @@ def _remote_code(model: Any) -> dict[str, str]:
 
 
 def _tokenizer(tokenizer: Any) -> dict[str, Any]:
-    """Return what decides a text's tokens and their text, without the padding that a call leaves behind."""
+    """Return what decides a text's tokens and their text, without the padding state that a call leaves behind."""
     names = ("bos_token_id", "eos_token_id", "pad_token_id", "clean_up_tokenization_spaces")
     content: dict[str, Any] = {name: getattr(tokenizer, name, None) for name in names}
     if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
@@ -132,7 +132,7 @@ def _tokenizer(tokenizer: Any) -> dict[str, Any]:
 
 
 def generation(model: Any, chat_template: str | None) -> str:
-    """Return the digest of what decides an answer besides the fingerprint: generation config and chat template."""
+    """Return the digest of what else decides an answer: the generation config and the chat template."""
     config = getattr(model, "generation_config", None)
     content = {} if config is None else config.to_dict()
     noise = ("transformers_version", "_from_model_config")
@@ -140,14 +140,14 @@ def generation(model: Any, chat_template: str | None) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what can change a number."""
+    """Return the versions of the packages that can change a number."""
     packages = {package: version(package) for package in ("torch", "transformers", "tokenizers")}
     return {"rpe3d": __version__, **packages, "python": platform.python_version()}
 
 
 @cache
 def commit(file: Path = HERE) -> str | None:
-    """Return the commit of the checkout that runs, with a + where files differ from it; None outside of one.
+    """Return the commit of the running checkout, with a + if files differ from it; None outside a checkout.
 
     A copy that is installed within somebody else's checkout is not tracked there, and has none.
     """
@@ -164,12 +164,12 @@ def commit(file: Path = HERE) -> str | None:
 
 
 def made_from(parts: Mapping[str, Any]) -> str:
-    """Return the short digest that rows and predictions carry. A model counts by what it is, not by its name."""
+    """Return the short digest that rows and predictions carry. A model counts by its contents, not by its name."""
     return digest({name: _nameless(name, part) for name, part in parts.items() if name not in NOT_COMPARED})[:16]
 
 
 def check_same(path: Path, kept: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse to resume results of something else than `now`, and name the part that differs."""
+    """Refuse to resume results made from anything other than `now`, and name the part that differs."""
     for part in (name for name in now if name not in NOT_COMPARED):
         before, asked = (_nameless(part, json.loads(json.dumps(side.get(part)))) for side in (kept, now))
         if part in COLLECTED and isinstance(before, dict):
@@ -180,11 +180,11 @@ def check_same(path: Path, kept: Mapping[str, Any], now: Mapping[str, Any]) -> N
 
 
 def check_rows(path: Path, rows: Iterable[tuple[Mapping[str, Any], str]]) -> None:
-    """Refuse finished rows that were made from something else than their digests now, such as rows merged by hand."""
+    """Refuse finished rows that do not match their digests, such as rows merged by hand."""
     for row, origin in rows:
         if row["status"] == "ok" and row.get("made_from") != origin:
             which = f"the row of {row['law']} at {row['length']} in {path}"
-            raise ConfigError(f"{which} was made from something else than the file says", START_OVER)
+            raise ConfigError(f"{which} was not made from what the file says", START_OVER)
 
 
 def _nameless(part: str, value: Any) -> Any:
@@ -192,7 +192,7 @@ def _nameless(part: str, value: Any) -> Any:
 
 
 def _difference(path: Path, part: str, before: Any, now: Any) -> str:
-    """Say in one sentence what differs; of a model, which of its digests."""
+    """Say in one sentence what differs; for a model, which of its digests."""
     if part != "model" or not isinstance(before, dict):
         return f"{path} holds results of other {part}"
     if "fingerprint" not in before:

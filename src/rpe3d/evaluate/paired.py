@@ -1,11 +1,11 @@
-"""Whether one law is better than another: differences on the same windows and trials, with 95 % intervals.
+"""Test whether one law is better than another: differences on the same windows and trials, with 95 % intervals.
 
 Windows differ far more from each other than laws do on one of them, so laws are compared window by window and trial by
-trial. All windows of a row count the same in its loss, so its difference from another row is the plain mean of the
+trial. All windows of a row count equally in its loss, so its difference from another row is the plain mean of the
 windows' differences, and Student's t gives the interval of that mean. Passkeys are right or wrong: their interval is
 that of Bonett and Price (2012, doi:10.3102/1076998611411915) for the difference of two paired proportions.
 
-Three items are the fewest that have an interval. Windows that overlap have none: they are not independent.
+An interval needs at least three items. Overlapping windows have none: they are not independent.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """How much higher a law's number is than the other law's, and between which bounds with 95 %, if that is known."""
+    """How much higher a law's number is than another law's, with its 95 % bounds if they are known."""
 
     mean: float
     low: float | None
@@ -36,7 +36,7 @@ class Difference:
 
     @property
     def clear(self) -> bool:
-        """Whether there is an interval and it does not hold 0."""
+        """Whether there is an interval and it excludes 0."""
         return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
 
 
@@ -47,11 +47,11 @@ MEASURES: dict[str, tuple[str, Callable[[Mapping[str, Any]], float]]] = {
     "long_nll": ("key_windows", lambda item: float(item["nll"])),
     "passkey": ("passkeys", lambda item: float(item["correct"])),
 }
-"""What is compared: where a row has its items, and the number of each."""
+"""Compared measures: where a row has its items, and the number of each."""
 
 
 class Shown(NamedTuple):
-    """How a measure's differences are written: its heading, what they are multiplied by, and the better sign."""
+    """How a measure's differences are shown: its heading, their scale factor, and the better sign."""
 
     heading: str
     scale: float
@@ -75,9 +75,9 @@ def signed(difference: Difference, how: Shown) -> list[str]:
 
 
 def paired(results: Mapping[str, Any], against: str) -> list[dict[str, Any]]:
-    """Return {"law", "length", measure: Difference} for every other law at every length: law less `against`.
+    """Return {"law", "length", measure: Difference} for every other law at every length: law minus `against`.
 
-    Losses in nats (0.01 is 1 % of perplexity), passkeys as a share. A measure that either row lacks is left out.
+    Losses are in nats (0.01 is 1 % of perplexity), passkeys a share. A measure that either row lacks is left out.
     """
     rows = [row for row in results["rows"] if row["status"] == "ok"]
     choice("law", against, dict.fromkeys(row["law"] for row in rows))
@@ -93,7 +93,7 @@ def paired(results: Mapping[str, Any], against: str) -> list[dict[str, Any]]:
 
 
 def not_beaten(rows: Sequence[Row], measure: str, rank: Callable[[Row], float]) -> list[str] | None:
-    """Return the best law by `rank` (least first) and those that cannot be told from it; None without intervals."""
+    """Return the best law by `rank` (lowest first) and those indistinguishable from it; None without intervals."""
     best, *others = sorted(rows, key=rank)
     laws = [best["law"]]
     for row in others:
@@ -136,13 +136,13 @@ def key_difference(row: Row, other: Row) -> Difference | None:
 
 
 def _overlap(row: Row, kind: str = "windows") -> bool:
-    """Say whether two windows of the row share text. One token may be BOS, which is not of the text."""
+    """Return whether two windows of the row share text. One shared token may be BOS, which is not part of the text."""
     places = sorted((window["text"], window["start"]) for window in row[kind])
     return any(a[0] == b[0] and b[1] - a[1] < row["length"] - 1 for a, b in pairwise(places))
 
 
 def mean_difference(differences: Sequence[float]) -> Difference:
-    """Return the mean and Student's t interval of it; none for fewer than three differences."""
+    """Return the mean of differences and its Student's t interval; no interval for fewer than three differences."""
     n = len(differences)
     mean = math.fsum(differences) / n
     if n < FEWEST:
@@ -152,9 +152,9 @@ def mean_difference(differences: Sequence[float]) -> Difference:
 
 
 def paired_shares(differences: Sequence[float]) -> Difference:
-    """Return the mean of differences that are -1, 0 or 1, and Bonett and Price's interval; none for fewer than three.
+    """Return the mean of differences of -1, 0 or 1, and Bonett and Price's interval; none for fewer than three.
 
-    One more trial is counted for either side, so that trials which all agree do not make an interval of no width.
+    One more trial is counted for either side, so that trials which all agree do not give an interval of width zero.
     """
     n = len(differences)
     mean = math.fsum(differences) / n
@@ -168,7 +168,7 @@ def paired_shares(differences: Sequence[float]) -> Difference:
 
 @cache
 def student(freedom: int) -> float:
-    """Return the t that a mean of `freedom` + 1 normal numbers stays within 95 % of the time, by bisection."""
+    """Return the t within which a mean of `freedom` + 1 normal numbers stays 95 % of the time, by bisection."""
     low, high = 0.0, 13.0  # 12.706 for one degree of freedom, and less for more
     while high - low > 1e-9:
         middle = (low + high) / 2

@@ -1,7 +1,7 @@
 """The plots of a comparison, each a list of panels that are drawn once and shown twice.
 
-In a page a panel is an inline SVG whose colours are CSS variables, so that it follows the reader's light or dark
-scheme; beside the page all panels of a plot are one PNG.
+In a page, a panel is an inline SVG whose colours are CSS variables, so that it follows the reader's light or dark
+scheme; next to the page, all panels of a plot are one PNG.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SHOWN = 10  # times the lowest curve's perplexity that the position plot reaches
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """One pair of axes: its title, what it shows in words, its size in points, and how to draw it."""
+    """One pair of axes: its title, its description in words, its size in points, and how to draw it."""
 
     title: str
     alt: str
@@ -47,7 +47,7 @@ class Plot:
 
 
 def plots(results: Results) -> list[Plot]:
-    """Return every plot that these results have the numbers for."""
+    """Return every plot for which the results have the numbers."""
     made = [positions_plot(results), profile_plot(results), passkey_plot(results)]
     return [plot for plot in made if plot.panels]
 
@@ -107,7 +107,7 @@ def _drawing_positions(
 
 
 def _perplexities(axes: Any) -> None:
-    """Round numbers on a logarithmic axis, as many as can be read."""
+    """Set round numbers on a logarithmic axis, as many as are legible."""
     low, high = axes.get_ylim()
     for steps in ((1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8), (1, 1.5, 2, 3, 5, 7), (1, 2, 5), (1,)):
         ticks = [step * 10.0**e for e in range(-1, 12) for step in steps if low <= step * 10.0**e <= high]
@@ -121,7 +121,7 @@ def _perplexities(axes: Any) -> None:
 
 
 def profile_plot(results: Results) -> Plot:
-    """Plot f against distance for the last query of the longest length, from the parameters in the results alone."""
+    """Plot f against distance for the last query of the longest length, using only the parameters in the results."""
     settings, model = results["settings"], results["model"]
     length = max(settings["lengths"])
     context = max(length, model["pretrained"])
@@ -131,7 +131,7 @@ def profile_plot(results: Results) -> Plot:
     missing = [name for name in made if name not in curves]
     caption = (
         f"What the model is shown instead of the true distance, for the last query of {short(context)} tokens. "
-        f"In the band lie the relative positions it met in training, up to {short(model['pretrained'])}."
+        f"The band marks the relative positions it saw in training, up to {short(model['pretrained'])}."
     )
     if missing:
         caption += f" Not drawn, because these have no single relative position: {', '.join(missing)}."
@@ -145,7 +145,7 @@ def profile_plot(results: Results) -> Plot:
 
 
 def _law(row: Row, model: Row, context: int) -> Law | None:
-    """Make the law of a row; None where its parameters make none (a row may exist only to say so)."""
+    """Make the law of a row; None if its parameters make none (a row may exist only to say so)."""
     about = {name: model[name] for name in ("pretrained", "head_dim", "rope_theta")}
     try:
         return saved_law({"name": row.get("name", row["law"]), "context": context, **about, **row["parameters"]})
@@ -224,7 +224,7 @@ def _passkeys(found: list[bool]) -> tuple[float, str]:
 def drawing_cells(
     cells: Mapping[tuple[int, float], tuple[float, str]], lengths: list[int], depths: list[float]
 ) -> Callable[[Any, Paint], None]:
-    """Return how to draw a heat map: in each cell, by length and depth, a share from 0 to 1 as a colour, and a mark."""
+    """Return how to draw a heat map: a cell, by length and depth, has a share from 0 to 1 as its colour and a mark."""
 
     def draw(axes: Any, paint: Paint) -> None:
         for x, length in enumerate(lengths):

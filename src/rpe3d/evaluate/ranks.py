@@ -1,4 +1,4 @@
-"""Several processes, one set of rows: work is dealt out, results come together in order."""
+"""Share the rows of a measurement among several processes: work is dealt out, results are collected in order."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """The number of this process and of all processes: one alone unless `accelerate launch` started more."""
+    """The rank of this process and the number of processes: one, unless `accelerate launch` started more."""
 
     index: int = 0
     count: int = 1
     device: str | None = None
-    """Where this process works, when it was launched with others."""
+    """Device of this process, if it was launched with others."""
 
     @property
     def first(self) -> bool:
@@ -40,7 +40,7 @@ class Ranks:
         return list(gather_object([mine]))
 
     def together(self, work: Callable[[], T]) -> list[T]:
-        """Return what every process made. If one refuses or runs out of memory, all do, so that none waits."""
+        """Return what every process made. If one refuses or runs out of memory, all do, so that none waits forever."""
         made: list[T] = []
         failure: tuple[str, ...] | None = None
         try:
@@ -59,7 +59,7 @@ class Ranks:
 
 
 def ranks() -> Ranks:
-    """Return this process's place among those that `accelerate launch` started."""
+    """Return the rank of this process among those that `accelerate launch` started."""
     state = processes(cpu=not has_cuda())
     if state is None:
         return Ranks()

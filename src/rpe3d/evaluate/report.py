@@ -1,6 +1,6 @@
-"""The reports of a comparison and an evaluation: one page that needs no network, plots as PNG and rows as CSV.
+"""Write the report of a comparison or an evaluation: one page that needs no network, plots as PNG and rows as CSV.
 
-Everything comes from the results file, so that a report can be made again without the model.
+Everything comes from the results file, so that a report can be written again without the model.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Row = Mapping[str, Any]
 
 
 class Column(NamedTuple):
-    """A measure in the table: its heading, its meaning, the value that ranks laws (less is better), and its text.
+    """A measure in the table: its heading, its meaning, the value that ranks laws (lower is better), and its text.
 
     `paired` is the measure whose differences tell laws apart; without it no law is marked as the best.
     """
@@ -88,25 +88,26 @@ CSV = ("law", "length", "status", "ppl", "tail_ppl", "copy_nll", "passkey", "pas
 
 
 def write_report(results: Results, folder: Path, against: str | None = None) -> list[Path]:
-    """Write `report.html`, a PNG of each plot and `table.csv` into `folder`, all or none; returns their paths.
+    """Write `report.html`, a PNG of each plot and `table.csv` into `folder`, all or none, and return their paths.
 
     Differences are shown from the law `against`; by default from stock RoPE, or from the first law.
     """
     if results.get("schema") != 1 or results.get("kind") != "compare":
         raise ConfigError(
-            "these are not results of `rpe3d compare`, schema 1", "give the JSON that `rpe3d compare --json` writes"
+            "these are not results of `rpe3d compare`, schema 1", "pass the JSON that `rpe3d compare --json` writes"
         )
     told, labels = with_short_names(results)
     drawn = plots(told)
     contents = {f"{plot.name}.png": png(plot) for plot in drawn}
-    contents["table.csv"] = rows_csv(results, CSV).encode()
+    contents["table.csv"] = rows_csv(results, CSV).encode(errors="backslashreplace")
     shown = next((name for name, label in labels.items() if label == against), against)
-    contents["report.html"] = _page(told, drawn, labels, shown).encode()
+    # A file's name may hold bytes that are not UTF-8, and so may the command that names it.
+    contents["report.html"] = _page(told, drawn, labels, shown).encode(errors="backslashreplace")
     return _write(contents, folder)
 
 
 def _write(contents: dict[str, bytes], folder: Path) -> list[Path]:
-    with refusing(f"cannot write the report to {folder}", "give a folder that can be written to"):
+    with refusing(f"cannot write the report to {folder}", "pass a writable folder"):
         return write_all(contents, folder)
 
 
@@ -143,7 +144,7 @@ def _page(results: Results, drawn: list[Plot], labels: Mapping[str, str], agains
 
 
 def _unbroken(sentence: str, laws: Iterable[str]) -> Markup:
-    """Return the sentence with every law's name in one line: `3d-rpe` would be parted at its hyphen."""
+    """Return the sentence with every law's name on one line: `3d-rpe` would be split at its hyphen."""
     names = "|".join(re.escape(escape(law)) for law in sorted(laws, key=len, reverse=True))
     return Markup(re.sub(f"(?<![\\w-])({names})(?![\\w-])", r'<span class="law">\1</span>', escape(sentence)))
 
@@ -157,13 +158,13 @@ def _variables(looks: Mapping[str, Style]) -> str:
 
 
 def _stroke(style: Style) -> Markup:
-    """Return the attributes of a law's line."""
+    """Return the SVG attributes of a law's line."""
     dash = f' stroke-dasharray="{" ".join(f"{part * style.width:g}" for part in style.dash)}"' if style.dash else ""
     return Markup(f'stroke="var({variable(style.colour)})" stroke-width="{1.4 * style.width:g}"{dash}')
 
 
 def _groups(results: Results, columns: Sequence[Column]) -> Iterator[dict[str, Any]]:
-    """Yield the table's rows of each length."""
+    """Yield the rows of the table for each length."""
     for length in results["settings"]["lengths"]:
         rows = [row for row in results["rows"] if row["length"] == length]
         best = [_best(rows, column) for column in columns]
@@ -176,7 +177,7 @@ def _groups(results: Results, columns: Sequence[Column]) -> Iterator[dict[str, A
 
 
 def _best(rows: list[Row], column: Column) -> list[str]:
-    """Return the best law and those within the noise of it; none where all are, or where the noise is not known."""
+    """Return the best law and those within its noise; none if all are, or if the noise is not known."""
     known = [row for row in rows if row["status"] == "ok" and column.rank(row) is not None]
     if column.paired is None or len(known) < 2:
         return []
@@ -191,7 +192,7 @@ def _cell(row: Row, column: Column, best: list[str]) -> dict[str, str]:
 
 
 def _differences(results: Results, against: str | None) -> dict[str, Any] | None:
-    """Return every law less one of them, as the page shows it; None where there is nothing to compare."""
+    """Return each law's difference from one of them, as the page shows it; None if there is nothing to compare."""
     laws = list(dict.fromkeys(row["law"] for row in results["rows"] if row["status"] == "ok"))
     if len(laws) < 2:
         return None
@@ -239,16 +240,17 @@ def _value(value: Any) -> str:
 
 
 def write_page(results: Results, folder: Path, file: Path | None = None) -> list[Path]:
-    """Write `report.html`, `rows.csv`, and heat maps and `parts.csv` where there are any; returns their paths.
+    """Write `report.html`, `rows.csv`, and heat maps and `parts.csv` if there are any, and return their paths.
 
-    `file` is where the results lie, and the predictions beside it, which the page links to.
+    `file` is the results file; the page links to the predictions next to it.
     """
     maps = heat_maps(results)
-    contents = {"rows.csv": rows_csv(results).encode()}
+    contents = {"rows.csv": rows_csv(results).encode(errors="backslashreplace")}
     if any(row.get("parts") for row in results["rows"]):
         contents["parts.csv"] = parts_csv(results).encode()
     contents |= {f"{plot.name}.png": png(plot) for plot in maps}
-    return _write({**contents, "report.html": _eval_page(results, folder, file, maps).encode()}, folder)
+    whole = _eval_page(results, folder, file, maps).encode(errors="backslashreplace")
+    return _write({**contents, "report.html": whole}, folder)
 
 
 def _eval_page(results: Results, folder: Path, file: Path | None, maps: Sequence[Plot]) -> str:

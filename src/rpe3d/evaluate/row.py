@@ -1,12 +1,12 @@
 """One row of a comparison: a law at a length, measured by as many processes as there are.
 
 A row: {"law": label, "name": the law's name, "length", "context", "parameters": its own, "status": "ok" |
-"out of memory" | "skipped: why", "ppl", "tail_ppl", "copy_nll", "passkey": how many right, "passkey_n", "tokens": read
+"out of memory" | "skipped: why", "ppl", "tail_ppl", "copy_nll", "passkey": number found, "passkey_n", "tokens": read
 by the model, "seconds", "tokens_per_second": of one process, the median over the forwards of windows with their losses,
 "windows": [{"text", "start", "nll", "tail_nll"}], "positions": [{"from", "to", "nll", "n"}], "copies": [{"nll",
 "seed"}], "passkeys": [{"depth", "key", "answer": up to the first wrong token, "correct"}], "long_ppl": null for fewer
 than 30 key tokens, "key_tokens": how many, "key_windows": [{"text", "start", "n": key tokens, "nll": null for none}]}.
-What was not asked for or not measured is null or empty. Rows of earlier versions have nothing of LongPPL.
+Anything not asked for or not measured is null or empty. Rows of earlier versions lack LongPPL.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def measure_row(
     law: Law | ConfigError,
     probe: Callable[[Bench, int], Found] | None = None,
 ) -> dict[str, Any]:
-    """Measure one law at one length. Running out of memory in any process is the row's result, not the end.
+    """Measure one law at one length. Running out of memory in any process becomes the row's result, not the end.
 
-    `probe` measures all of the bench's measures at once, in the place of their own probes.
+    `probe` takes all of the bench's measures at once, replacing their own probes.
     """
     row: dict[str, Any] = {"law": entry.label, "name": entry.name, "length": length, "context": None, "status": "ok"}
     row |= dict.fromkeys(("ppl", "tail_ppl", "copy_nll", "passkey", "passkey_n", "tokens_per_second"))

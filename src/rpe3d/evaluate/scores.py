@@ -1,4 +1,4 @@
-"""What an evaluation found, in sentences made of its scores alone, with the noise of them."""
+"""Summarise an evaluation in sentences made from its scores alone, with their noise."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from rpe3d.evaluate.paired import LEVEL
 Results = Mapping[str, Any]
 Row = Mapping[str, Any]
 TITLES = {"longbench": "LongBench", "leval": "L-Eval", "ruler": "RULER", "passkey": "Passkeys"}
-"""Suites whose scores are percents of n samples."""
+"""Suites whose scores are percentages of n samples."""
 OTHERS = {"ppl": "Perplexity", "copy": "Loss of a copied passage", "longppl": "LongPPL"}
-"""Suites whose scores are better the lower they are, and whose noise a row does not tell."""
+"""Suites whose scores are better the lower they are, and whose noise a row does not record."""
 
 
 def margin(score: float, n: int) -> float:
-    """Return the half width of a 95 % interval for a mean of n scores from 0 to 100, at most.
+    """Return the largest possible half width of a 95 % interval for a mean of n scores from 0 to 100.
 
     No distribution on [0, 100] with a mean p has a larger variance than p (100 - p), that of right or wrong; the
-    interval is Wilson's (1927), so that 0 and 100 of a few samples are not certain.
+    interval is Wilson's (1927), so that 0 or 100 from a few samples is not certain.
     """
     z = NormalDist().inv_cdf((1 + LEVEL) / 2)
     p = min(1.0, max(0.0, score / 100))
@@ -30,13 +30,13 @@ def margin(score: float, n: int) -> float:
 
 
 def suite_score(rows: Sequence[Row]) -> tuple[float, float]:
-    """Return the mean over tasks, and its margin: tasks are independent, so that their variances add up."""
+    """Return the mean over tasks, and its margin: tasks are independent, so their variances add up."""
     margins = [margin(row["score"], row["n"]) for row in rows]
     return fmean(row["score"] for row in rows), math.hypot(*margins) / len(rows)
 
 
 def scores(results: Results) -> list[str]:
-    """Say each suite's means at its longest length, of the tasks that every law there has; best first."""
+    """Return each suite's means at its longest length, over the tasks that every law has there, best first."""
     rows = [row for row in results["rows"] if row["status"] == "ok" and row["score"] is not None]
     said = [_suite(rows, suite) for suite in (*TITLES, *OTHERS)]
     return [sentence for sentence in said if sentence] or ["Nothing could be measured."]

@@ -1,4 +1,4 @@
-"""What a command measures, as one checked value."""
+"""Settings of a measurement, validated as one value."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rpe3d.geometry import LawSpec, parse_law
 
 MEASURES = ("ppl", "copy", "passkey", "longppl")
 DEFAULT = MEASURES[:3]
-"""LongPPL is asked for by name: finding its key tokens takes more forwards."""
+"""LongPPL must be asked for by name: finding its key tokens takes extra forward passes."""
 SHORTEST = 256
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What every command measures: laws (names or specs) and lengths, how much of each probe, and the seed."""
+    """Settings of every measurement: laws (names or specs) and lengths, the size of each probe, and the seed."""
 
     laws: Sequence[str | LawSpec] = ()
     lengths: Sequence[int]
@@ -41,7 +41,7 @@ class Asked:
         for i, entry in enumerate(entries):
             if entry.label in [other.label for other in entries[:i]]:
                 raise ConfigError(
-                    f"law {entry.label!r} is given twice", "give it once, or give one of the two a name: NAME=law"
+                    f"law {entry.label!r} is given twice", "give it once, or name one of the two: NAME=law"
                 )
         freeze(
             self,
@@ -58,11 +58,11 @@ class Asked:
         if self.context is not None and max(self.lengths, default=0) > self.context:
             raise ConfigError(
                 f"length {max(self.lengths)} is beyond the context {self.context}",
-                "raise the context, or leave it out: each law is then made for the length of its row",
+                "raise the context, or leave it out to make each law for the length of its row",
             )
         for name in self.needed:
             if not getattr(self, name):
-                raise ConfigError(f"no {name} are given", f"give at least one of {name}")
+                raise ConfigError(f"no {name} are given", f"pass at least one of {name}")
 
     @property
     def window_count(self) -> int | None:
@@ -71,7 +71,7 @@ class Asked:
 
     @property
     def fixed(self) -> dict[str, int]:
-        """Return the context for a results file; files of rows with a context each say nothing of it."""
+        """Return the context for a results file; empty if each row has its own context."""
         return {} if self.context is None else {"context": self.context}
 
     @property
@@ -81,7 +81,7 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Asked):
-    """What a comparison measures: some of `MEASURES` under every law at every length."""
+    """Settings of a comparison: which of `MEASURES` to take under every law at every length."""
 
     measures: Sequence[str] = DEFAULT
 
@@ -92,6 +92,11 @@ class Settings(Asked):
         freeze(self, measures=tuple(name for name in MEASURES if name in chosen))
         super().__post_init__()
         freeze(self, windows=self.window_count)
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether some measure needs texts; passkeys lie in sentences of their own."""
+        return self.measures != ("passkey",)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as a results file stores them."""
@@ -112,16 +117,16 @@ class Settings(Asked):
 
 @dataclass(frozen=True, kw_only=True)
 class Ask(Asked):
-    """Which tasks under which laws at which lengths, how many samples of each, and how prompts are made.
+    """Settings of an evaluation: tasks, laws, lengths, samples per task, and how prompts are made.
 
-    Without `laws` the model is taken as it is, with its own rope settings or the law that it was saved with.
+    Without `laws`, the model is taken as it is, with its own rope settings or the law that it was saved with.
     """
 
     tasks: Sequence[Task]
     limit: int | None = None
-    """Samples of each task; None: all of them, and of a task that makes its own as many as upstream."""
+    """Samples per task; None: all of them, or as many as upstream generates."""
     authors: bool = False
-    """Chat words for LongBench's code tasks as well, as in the 3D-RPE authors' script."""
+    """Whether LongBench's code tasks are asked as chats as well, as in the 3D-RPE authors' script."""
 
     needed: ClassVar[tuple[str, ...]] = ("tasks", "lengths")
 

@@ -1,4 +1,4 @@
-"""Where tokens stand in their text, in characters: what one tokenizer's key tokens are to another."""
+"""Find where tokens are in their text, in characters, to carry key tokens from one tokenizer to another."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Spans = list[list[int]]
 
 
 def offsets(tokenizer: Any, text: str, count: int) -> Int[Tensor, "t 2"] | None:
-    """Return the characters of each of a text's `count` tokens; None where the tokenizer does not tell."""
+    """Return the characters of each of a text's `count` tokens; None if the tokenizer does not report them."""
     try:
         found = tokenizer(text, add_special_tokens=False, verbose=False, return_offsets_mapping=True).offset_mapping
     except (NotImplementedError, AttributeError, TypeError):  # a tokenizer without offsets
@@ -23,7 +23,7 @@ def offsets(tokenizer: Any, text: str, count: int) -> Int[Tensor, "t 2"] | None:
 
 
 def joined(at: Int[Tensor, "t 2"], tokens: Sequence[int]) -> Spans:
-    """Return the characters of some tokens, of neighbours in one span, as upstream joins them.
+    """Return the characters of some tokens, with neighbours in one span, as upstream joins them.
 
     Tokens that are parts of one character share it.
     """

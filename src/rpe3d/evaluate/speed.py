@@ -1,4 +1,9 @@
-"""What a law costs: tokens per second and memory of a prompt and of decoding after it, beside the stock model's."""
+"""Measure what a law costs: speed and memory of a prompt and of decoding after it, against the stock model.
+
+A row: {"law": label, "what": "prefill" | "decode", "length": tokens in the prompt, "tokens_per_second",
+"stock_tokens_per_second", "speed": their ratio, "mib": peak memory on a GPU, "stock_mib", "memory": their ratio}. The
+last three are null without a GPU.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +24,15 @@ from rpe3d.models import extend, restore
 STOCK = "stock"
 MEASURED = ("prefill", "decode")
 Reading = tuple[float, float]
-"""Tokens per second, and MiB at the peak (0 where there is no GPU)."""
+"""Tokens per second, and peak memory in MiB (0 without a GPU)."""
 
 
 def check_labels(laws: Sequence[LawSpec]) -> list[str]:
-    """Return what rows are called, the stock model first; refuse two laws of one name."""
+    """Return the labels of the rows, the stock model first; refuse two laws with the same label."""
     names = [STOCK, *(entry.label for entry in laws)]
     for i, name in enumerate(names):
         if name in names[:i]:
-            hint = "give it once, or give one of the two a name: NAME=law"
+            hint = "give it once, or name one of the two: NAME=law"
             raise ConfigError(f"law {name!r} is given twice", hint)
     return names
 
@@ -36,10 +41,10 @@ def check_labels(laws: Sequence[LawSpec]) -> list[str]:
 def measure_speed(
     model: Any, laws: Sequence[LawSpec], *, length: int, new: int, repeat: int, context: int, progress: Progress
 ) -> list[dict[str, Any]]:
-    """Return one row per law and measure: its rate, the stock model's, their ratio, and the same of memory.
+    """Return one row per law and measure: its rate, the stock model's, their ratio, and the same for memory.
 
-    Stock and laws take turns, `repeat` times after a round that warms up; numbers are medians. The prompt is random
-    tokens, decoding is greedy with a growing cache and reads every token back, as `generate` does.
+    The stock model and the laws take turns, `repeat` times after a warm-up round; numbers are medians. The prompt is
+    random tokens; decoding is greedy with a growing cache and reads every token back, as `generate` does.
     """
     draw = torch.Generator().manual_seed(0)
     vocabulary = int(model.config.get_text_config().vocab_size)

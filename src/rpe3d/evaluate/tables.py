@@ -1,4 +1,4 @@
-"""The paper's tables with this evaluation's rows, and the paper's own numbers beside them, marked as quoted."""
+"""Build the paper's tables with the rows of an evaluation, next to the paper's own numbers, marked as quoted."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ CSV = ("law", "length", "suite", "task", "metric", "score", "n", "empty", "statu
        "batch", "commit")  # fmt: skip
 
 MEANS = {"ruler": "mean", "babilong": "mean of qa1 to qa5", "infinitebench": "mean"}
-"""The last column of some suites: a mean of tasks, where all of them were measured."""
+"""Last column of some suites: a mean of tasks, if all of them were measured."""
 BY_LENGTH = ("kv", "needle")
-"""Suites of hardly more than one task: their tables have a column for each length."""
+"""Suites with hardly more than one task: their tables have a column for each length."""
 TITLES = {
     "longbench": "LongBench",
     "leval": "L-Eval, exact match",
@@ -40,7 +40,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """A row of a table: whose numbers, and whether they are the paper's."""
+    """A row of a table: its label, its numbers, and whether they are quoted from the paper."""
 
     label: str
     cells: Sequence[float | str | None]
@@ -52,7 +52,7 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class PaperTable:
-    """A table of the paper, or one in its manner."""
+    """A table of the paper, or one in its style."""
 
     title: str
     columns: Sequence[str]
@@ -70,7 +70,7 @@ def tables(results: Results) -> list[PaperTable]:
 
 
 def _categories(rows: Sequence[Row]) -> PaperTable | None:
-    """Table 1: the plain mean over a category's tasks, where all of them were measured."""
+    """Make Table 1: the plain mean over a category's tasks, if all of them were measured."""
     wanted = PAPER["longbench_categories"]["columns"]
     lines = []
     for place, scores in _by_place(rows, "longbench").items():
@@ -85,7 +85,7 @@ def _categories(rows: Sequence[Row]) -> PaperTable | None:
 
 
 def _tasks(rows: Sequence[Row], group: str) -> PaperTable | None:
-    """Make a column for each task that was measured, with the number of its samples, and for some suites their mean."""
+    """Make a column for each measured task, with its number of samples, and for some suites their mean."""
     places = _by_place(rows, group)
     columns = [task for task in suite(group).TASKS if any(task in scores for scores in places.values())]
     cells = {place: [_score(scores, task) for task in columns] for place, scores in places.items()}
@@ -130,7 +130,7 @@ def _score(scores: Mapping[str, Row], task: str) -> float | None:
 
 
 def _parts(rows: Sequence[Row], task: str) -> PaperTable | None:
-    """Part LongBench v2 by difficulty, length and domain, as its leaderboard does, with the samples of each."""
+    """Split LongBench v2 by difficulty, length and domain, as its leaderboard does, with the samples of each."""
     places = {
         place: {(kind, name): part for kind, some in scores[task]["parts"].items() for name, part in some.items()}
         for place, scores in _by_place(rows, "longbench-v2").items()
@@ -149,7 +149,7 @@ def _parts(rows: Sequence[Row], task: str) -> PaperTable | None:
 
 
 def _perplexity(rows: Sequence[Row]) -> PaperTable | None:
-    """Table 3: a column for each text at each length."""
+    """Make Table 3: a column for each text at each length."""
     measured = [row for row in rows if row["suite"] == "ppl"]
     columns = list(dict.fromkeys((row["task"] or "texts", row["length"]) for row in measured))
     lines: dict[str, dict[tuple[str, int], float]] = {}
@@ -162,7 +162,7 @@ def _perplexity(rows: Sequence[Row]) -> PaperTable | None:
 
 
 def _probes(rows: Sequence[Row]) -> PaperTable | None:
-    """Passkeys in percent, the loss of copies and LongPPL, at each length."""
+    """Make a table of passkeys in percent, the loss of copies and LongPPL, at each length."""
     lines = []
     long = any(row["suite"] == "longppl" for row in rows)
     probes = [probe for probe in PROBES[1:] if long or probe != "longppl"]
@@ -176,7 +176,7 @@ def _probes(rows: Sequence[Row]) -> PaperTable | None:
 def _with_quoted(
     name: str, columns: Sequence[str], lines: Sequence[Line], title: str, heads: Sequence[str] | None = None
 ) -> PaperTable | None:
-    """Add the paper's lines below a table, in those columns that both have."""
+    """Add the paper's lines below a table, in the columns that both have."""
     if not lines:
         return None
     paper = PAPER[name]
@@ -216,7 +216,7 @@ def _mean(cells: Sequence[float | None]) -> float | None:
 
 
 def rows_csv(results: Results, columns: Sequence[str] = CSV) -> str:
-    """Return every row, as a spreadsheet takes it; rows of earlier versions have no commit or LongPPL."""
+    """Return every row as CSV; rows of earlier versions have no commit or LongPPL."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(columns)

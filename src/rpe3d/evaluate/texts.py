@@ -14,25 +14,25 @@ from torch import Tensor
 from rpe3d.config import ConfigError
 from rpe3d.text import encode, reading
 
-PLAIN = "give a UTF-8 text file, plain or as .xz, .gz or .bz2"
+PLAIN = "pass a UTF-8 text file, plain or .xz, .gz, .bz2"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """A text by its name."""
+    """A named text."""
 
     name: str
     content: str
 
     @property
     def sha256(self) -> str:
-        """Digest of the text itself, so that a compressed copy counts as the same."""
+        """Digest of the uncompressed text, so that a compressed copy counts as the same."""
         return hashlib.sha256(self.content.encode()).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """A text as a model reads it, without special tokens."""
+    """A named text as token ids, without special tokens."""
 
     name: str
     ids: Tensor
@@ -46,11 +46,19 @@ def default_texts() -> list[Text]:
 
 
 def read_texts(paths: Sequence[str | Path]) -> list[Text]:
-    """Read files as texts, or the default texts where there are none; refuse a file that is not text."""
-    return [_read(Path(path)) for path in paths] or default_texts()
+    """Read files as texts, or return the default texts if no path is given; refuse a file that is not text.
+
+    A text is named after its file, or after its path if another file has the same name.
+    """
+    given = [Path(path) for path in paths]
+    for number, path in enumerate(given):
+        if path.resolve() in [before.resolve() for before in given[:number]]:
+            raise ConfigError(f"the text {path} is given twice", "pass it once: its windows would count twice")
+    names = [path.name for path in given]
+    return [_read(path, path.name if names.count(path.name) == 1 else str(path)) for path in given] or default_texts()
 
 
-def _read(path: Path) -> Text:
+def _read(path: Path, name: str) -> Text:
     with reading(path, PLAIN) as file:
         raw = file.read()
     try:
@@ -61,16 +69,16 @@ def _read(path: Path) -> Text:
         raise ConfigError(f"{path} is a binary file, not a text", PLAIN)
     if not content.strip():
         raise ConfigError(f"{path} is empty", PLAIN)
-    return Text(name=path.name, content=content)
+    return Text(name=name, content=content)
 
 
 def check_bytes(texts: Sequence[Text], lengths: Sequence[int]) -> None:
-    """Refuse, without a tokenizer, lengths that no text can have: a token is a byte or more."""
+    """Refuse lengths that no text can reach, without a tokenizer: a token is at least one byte."""
     _check_longest([(text.name, len(text.content.encode())) for text in texts], lengths, "bytes")
 
 
 def check_tokens(texts: Sequence[Tokens], lengths: Sequence[int]) -> None:
-    """Refuse lengths that no text has."""
+    """Refuse lengths that no text reaches."""
     _check_longest([(text.name, len(text.ids)) for text in texts], lengths, "tokens")
 
 
@@ -79,10 +87,10 @@ def _check_longest(sizes: list[tuple[str, int]], lengths: Sequence[int], unit: s
     if most < max(lengths):
         raise ConfigError(
             f"no text is as long as a window of {max(lengths)} tokens: the longest, {name}, has {most} {unit}",
-            "give longer files with --texts, or lower --lengths",
+            "pass longer files to --texts, or lower --lengths",
         )
 
 
 def tokenize(tokenizer: Any, text: Text) -> Tokens:
-    """Tokenize a whole text."""
+    """Tokenize a whole text, without special tokens."""
     return Tokens(name=text.name, ids=torch.tensor(encode(tokenizer, text.content)))

@@ -1,12 +1,12 @@
 """Pick the parameters of 3d-rpe for a model from the context that it really uses.
 
 The law file: what `Law.to_dict` gives, and "measured": {"command", "model", "versions", "texts", "seeds", "criterion",
-"effective": positions, or 0 where it copies from nowhere, "distances": [{"distance", "first", "again", "text"}],
-"weighed": {"even", "anchored" and, where choices were tried, "chosen", "wide": {"length", "seeds", "text", "again"}},
-and "picked": {"way": one of them, "criterion"}; both are empty where there was nothing to choose. Files of 0.2 have no
+"effective": positions, or 0 if it copies from nowhere, "distances": [{"distance", "first", "again", "text"}],
+"weighed": {"even", "anchored" and, if choices were tried, "chosen", "wide": {"length", "seeds", "text", "again"}},
+and "picked": {"way": one of them, "criterion"}; both are empty if there was nothing to choose. Files of 0.2 have no
 "picked"}.
-That of `rpe3d tune --law dpe` has "task", "samples", "others": the scale of the groups that are not tried, and
-"trials": [{"group", "scale", "score"}] in place of what follows "texts".
+Instead of what follows "texts", the file of `rpe3d tune --law dpe` has "task", "samples", "others": the scale of the
+groups that are not being tried, and "trials": [{"group", "scale", "score"}].
 """
 
 from __future__ import annotations
@@ -32,29 +32,34 @@ from rpe3d.text import opening
 
 TRIALS = 4
 WEIGHED = 2
-"""Trials for each way that is weighed, at twice the pretrained length."""
+"""Trials for each way that is tried, at twice the pretrained length."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tuned:
-    """A law that was chosen for a model, and the measurements that chose it."""
+    """A law chosen for a model, and the measurements behind the choice."""
 
     law: Law
     effective: int
-    """Positions from which the model copies; 0 where it copies from nowhere, and the law is the rule of thumb."""
+    """Number of positions back that the model copies from; 0 if none, when the law follows the rule of thumb."""
     distances: list[Distance]
     length: int
     """Tokens in the windows of `weighed`."""
     weighed: dict[Way, Weighed]
-    """What each way to see far keys costs; empty where there was nothing to choose."""
+    """Cost of each way to see far keys; empty if there was nothing to choose."""
     picked: Way | None
-    """The way in `weighed` that is the law's (`effective.cheapest`); None where there was nothing to choose."""
+    """Way in `weighed` that the law uses (`effective.cheapest`); None if there was nothing to choose."""
     measured: dict[str, Any]
-    """What the law file says of its origin."""
+    """Origin of the law, as the law file records it."""
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """The content of the law file: the law, and what it was chosen by."""
+        return {**self.law.to_dict(), "measured": self.measured}
 
     def write(self, path: str | Path) -> Path:
-        """Write the law file, which `extend` and every --law option take."""
-        write_json(Path(path), {**self.law.to_dict(), "measured": self.measured})
+        """Write the law file, which `extend` and every --law option accept."""
+        write_json(Path(path), self.content)
         return Path(path)
 
 
@@ -71,13 +76,14 @@ def tune(
     command: str | None = None,
     progress: Progress = silent,
 ) -> Tuned:
-    """Measure how far back a model can copy, and choose 3d-rpe's parameters for `context`; leaves the model stock.
+    """Measure how far back a model can copy and choose 3d-rpe's parameters for `context`; the model is left stock.
 
         tuned = rpe3d.evaluate.tune(model, tokenizer, context=65536)
         rpe3d.extend(model, tuned.law)
 
-    It reads `texts` (default: Python's language reference) in windows of the pretrained length and of twice that.
-    `chosen` says whether it also weighs a chosen far field (`far`); by default on a GPU only, where that has kernels.
+    The model reads `texts` (default: Python's language reference) in windows of the pretrained length and of twice
+    that. `chosen` says whether to try a chosen far field (`far`) as well; by default only on a GPU, which has kernels
+    for it.
     """
     seed, trials = whole("seed", seed, least=0), whole("trials", trials)
     texts = list(texts) or default_texts()

@@ -1,4 +1,4 @@
-"""A model under one law after another, and as it was in the end; and what results say of it."""
+"""Put a model under one law after another and restore it afterwards; describe it for results."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ STOCK = "stock"
 def laws_of(
     model: Any, entries: Sequence[LawSpec], lengths: Sequence[int], context: int | None = None
 ) -> Mapping[Cell, Law | ConfigError | None]:
-    """Return every law at every length, as `laws_at`; refuse where there is none at all.
+    """Return every law at every length, as `laws_at` does; refuse if there is none at all.
 
-    Without laws the model as it is, which is None: any checkpoint can be measured so, also one that takes no law.
+    Without laws, it returns None for the model as it is: any checkpoint can be measured that way, even one that cannot
+    take a law.
     """
     own = law_of(model)
     if not entries:
@@ -36,9 +37,9 @@ def laws_of(
 def laws_at(
     entries: Sequence[LawSpec], lengths: Sequence[int], known: Mapping[str, Any], context: int | None = None
 ) -> dict[Cell, Law | ConfigError]:
-    """Return every law at every length as its documentation has it for that length, or for a given `context`.
+    """Return every law at every length, with the defaults for that length or for a given `context`.
 
-    Where a law refuses, its refusal stands instead.
+    If a law refuses, its refusal is returned in place of the law.
     """
     made: dict[Cell, Law | ConfigError] = {}
     for entry in entries:
@@ -51,7 +52,7 @@ def laws_at(
 
 
 def raise_if_all_refuse(laws: Iterable[Law | ConfigError]) -> None:
-    """Raise the first refusal where no law was made."""
+    """Raise the first refusal if no law could be made."""
     found = list(laws)
     refusals = [law for law in found if isinstance(law, ConfigError)]
     if len(refusals) == len(found):
@@ -59,18 +60,18 @@ def raise_if_all_refuse(laws: Iterable[Law | ConfigError]) -> None:
 
 
 def own_length(model: Any) -> int:
-    """Return the context that a model was made for: Vicuna 16k and LongChat say it in `max_sequence_length`."""
+    """Return the context that a model was made for: Vicuna 16k and LongChat have it in `max_sequence_length`."""
     config = model.config.get_text_config(decoder=True)
     names = ("max_position_embeddings", "max_sequence_length", "seq_length")
     said = [int(getattr(config, name, None) or 0) for name in names]
     if not any(said):
-        raise ConfigError(f"{type(model).__name__} does not say how long its context is", "give --length")
+        raise ConfigError(f"{type(model).__name__} does not say how long its context is", "pass --length")
     return max(said)
 
 
 @contextmanager
 def under(model: Any, law: Law | None) -> Iterator[None]:
-    """Put a model under a law (None: leave it as it is) during a `with`; it is as before afterwards."""
+    """Put a model under a law (None: leave it as it is) inside a `with` block, and restore it afterwards."""
     own = law_of(model)
     if law is not None and not law.is_stock:
         extend(model, law)
@@ -86,12 +87,12 @@ def under(model: Any, law: Law | None) -> Iterator[None]:
 
 
 def about(model: Any, name: str, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a results file says of a model that is put under laws."""
+    """Return what a results file records about a model that is put under laws."""
     return _about(model, name, {key: facts[key] for key in ("pretrained", "head_dim", "rope_theta")})
 
 
 def about_as_it_is(model: Any, name: str) -> dict[str, Any]:
-    """Return what a results file says of a model with its own rope settings or law."""
+    """Return what a results file records about a model with its own rope settings or law."""
     law = law_of(model)
     config = model.config.get_text_config(decoder=True)
     told = {

@@ -1,6 +1,6 @@
-"""Fine-tuning under a law: the paper's recipe, from a laptop to a cluster.
+"""Fine-tune models under a law: the paper's recipe, from a laptop to a cluster.
 
-The names below load on first use, so that the options of `rpe3d train` can be read without torch.
+The public names load on first use, so that the options of `rpe3d train` can be read without torch.
 """
 
 from importlib import import_module

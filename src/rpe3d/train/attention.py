@@ -1,7 +1,7 @@
 """The attention of a training run, through transformers' registries.
 
 It runs under a law, with skipped positions, shifted sparse, or with one sequence over several processes. Windows are
-padded on the right alone, where causal attention never looks: no mask is needed.
+padded only on the right, which causal attention never sees: no mask is needed.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ NAME = "rpe3d-training"
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingAttention:
-    """Attends under a law while training, for transformers. q and k arrive turned by the law's own frequencies."""
+    """Attention under a law while training, for transformers. q and k arrive rotated by the law's frequencies."""
 
     skipping: bool = False
-    """Positions skip ahead within a window, as PoSE has them."""
+    """Whether positions skip ahead within a window, as in PoSE."""
     group: int | None = None
-    """Tokens in a group of shifted sparse attention."""
+    """Tokens per group of shifted sparse attention."""
     parallel: SequenceParallel | None = None
     _last: list[Any] = field(default_factory=list, init=False, repr=False, compare=False)
     _made: list[Any] = field(default_factory=list, init=False, repr=False, compare=False)
@@ -57,7 +57,7 @@ class TrainingAttention:
         if sliding_window is not None and (self.group or self.parallel):
             raise ConfigError("some layers of this model have a sliding window", "leave out s2 and sequence_parallel")
         if strange := unknown(kwargs):
-            raise ConfigError(f"this attention is also given {strange}", "rpe3d cannot train this model")
+            raise ConfigError(f"this attention also takes {strange}", "rpe3d cannot train this model")
         if dropout or sliding_window is not None:  # refused there, or left to the model
             return registry.attend(
                 module,
@@ -93,7 +93,7 @@ class TrainingAttention:
         if self.group is not None:
             if law.chooses:
                 raise ConfigError(
-                    "far keys are chosen out of the whole text, and s2 shows a token its group alone",
+                    "far keys are chosen from the whole text, but s2 shows a token only its group",
                     "train with full attention, or with far=0",
                 )
             out = shifted(query, key, value, s_aux, self.group, attend, by_position=by_position)
@@ -105,7 +105,7 @@ class TrainingAttention:
         return out.transpose(1, 2).contiguous(), None
 
     def _shared(self, positions: Positions) -> Shared:
-        """Return the attention of all layers, and of all steps while positions stay the same."""
+        """Return the attention for all layers, and for all steps while positions stay the same."""
         if isinstance(positions, Tensor):  # made anew in every layer
             return Shared()
         same = self._made and (
@@ -117,7 +117,7 @@ class TrainingAttention:
         return made
 
     def _placed(self, positions: Tensor, batch: int) -> Placed:
-        """Read from the device once for all layers, which would wait for it each."""
+        """Read positions from the device once for all layers, each of which would otherwise wait for it."""
         if not self._last or self._last[0] is not positions or self._last[1] != positions._version:
             self._last[:] = [positions, positions._version, placed(positions.expand(batch, -1), None)]
         known: Placed = self._last[2]
@@ -125,13 +125,13 @@ class TrainingAttention:
 
 
 def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """Return None, which is causal, unless a layer has a window of its own: it keeps its mask."""
+    """Return None, which means causal, unless a layer has its own window, which keeps its mask."""
     return None if kwargs.get("local_size") is None else registry.make_mask(*args, **kwargs)
 
 
 @contextmanager
 def training_attention(model: Any, chosen: TrainingAttention) -> Iterator[None]:
-    """Give a model this attention during a `with`."""
+    """Give a model this attention inside a `with` block."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, chosen)

@@ -1,4 +1,4 @@
-"""Samples as the forwards of every process see them: the same steps whatever the number of processes."""
+"""Turn samples into the forward passes of every process: the same steps whatever the number of processes."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from rpe3d.train.ulysses import SequenceParallel
 
 PADDING = 0  # any token: nothing looks at it, and it is not learned
 NAMES = "names"
-"""The key of a batch under which it says where its samples came from."""
+"""Key under which a batch names the origin of its samples."""
 
 
 @dataclass
 class Steps(torch.utils.data.IterableDataset[dict[str, Any]]):
-    """The forwards of one process, step by step; `places` says where the data resumes after each."""
+    """The forward passes of one process, step by step; `places` says where the data resumes after each."""
 
     samples: Iterable[Sample]
     settings: Settings
     done: int
-    """Steps that were made before."""
+    """Number of steps already made."""
     process: int = 0
     processes: int = 1
     parallel: SequenceParallel | None = None
     places: dict[int, Place] = field(default_factory=dict)
     read: str = ""
-    """Digest of the samples of the steps that were made before."""
+    """Digest of the samples of the steps already made."""
 
     def __post_init__(self) -> None:
         self.sharers = self.parallel.size if self.parallel else 1
@@ -49,7 +49,7 @@ class Steps(torch.utils.data.IterableDataset[dict[str, Any]]):
 
     @property
     def accumulation(self) -> int:
-        """Number of forwards per process in a step."""
+        """Number of forward passes per process in a step."""
         return self.settings.batch // (self.ranks * self.settings.micro_batch)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -65,7 +65,7 @@ class Steps(torch.utils.data.IterableDataset[dict[str, Any]]):
                 yield self._batch(mine[start : start + self.settings.micro_batch])
 
     def _batch(self, numbered: Sequence[tuple[int, Sample]]) -> dict[str, Any]:
-        """Fill samples up on the right, to a length that can be shared out. Labels stand where they are predicted."""
+        """Pad samples on the right, to a length that can be shared out; labels are where they are predicted."""
         longest = max(len(sample.ids) for _, sample in numbered)
         length = -(-longest // self.sharers) * self.sharers
         rows = [(n, list(s.ids), list(s.labels), length - len(s.ids)) for n, s in numbered]
@@ -92,7 +92,7 @@ class Steps(torch.utils.data.IterableDataset[dict[str, Any]]):
 
 
 def _ahead(samples: Iterable[Sample], count: int) -> Iterator[list[Sample]]:
-    """Yield so many samples at a time; the next are made while these are learned."""
+    """Yield so many samples at a time; the next are prepared while these are trained on."""
     source = iter(samples)
     with ThreadPoolExecutor(1) as thread:
         coming = thread.submit(lambda: list(islice(source, count)))

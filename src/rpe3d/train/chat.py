@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: conversations through the model's own chat template, learning the answers only."""
+"""Supervised fine-tuning: conversations in the model's own chat template, trained on the answers only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rpe3d.config import ConfigError
 from rpe3d.train.corpus import Corpus
 from rpe3d.train.samples import IGNORED, Place, Sample, shuffled
 
-FORMS = 'a record has "messages" (role and content), or "instruction", perhaps "input", and "output"'
+FORMS = 'a record needs "messages" (role and content), or "instruction", optionally "input", and "output"'
 
 Message = dict[str, str]
 
@@ -24,20 +24,20 @@ def messages_of(name: str, record: dict[str, Any]) -> list[Message]:
         question = "\n\n".join(part for part in (record["instruction"], record.get("input")) if part)
         messages = [{"role": "user", "content": question}, {"role": "assistant", "content": record["output"]}]
     else:
-        raise ConfigError(f"{name} is no conversation: it has {', '.join(record) or 'no fields'}", FORMS)
+        raise ConfigError(f"{name} is not a conversation: it has {', '.join(record) or 'no fields'}", FORMS)
     if not any(message["role"] == "assistant" for message in messages):
         raise ConfigError(f"{name} has no answer (role assistant)", FORMS)
     return messages
 
 
 def tokenized(tokenizer: Any, name: str, messages: list[Message]) -> tuple[list[int], list[int]]:
-    """Return tokens and labels. An answer is what the template adds to the prompt that a user would give it."""
+    """Return tokens and labels. An answer is what the template adds to the prompt that a user would send."""
 
     def rendered(some: list[Message], prompt: bool) -> str:
         try:
             text = tokenizer.apply_chat_template(some, tokenize=False, add_generation_prompt=prompt)
         except Exception as error:  # templates raise what they like, on roles that do not alternate, say
-            raise ConfigError(f"{name} does not fit the chat template ({error})", "mend or remove it") from error
+            raise ConfigError(f"{name} does not fit the chat template ({error})", "fix or remove it") from error
         return str(text)
 
     whole = rendered(messages, prompt=False)
@@ -49,7 +49,7 @@ def tokenized(tokenizer: Any, name: str, messages: list[Message]) -> tuple[list[
         if not whole.startswith(after) or not after.startswith(before):
             raise ConfigError(
                 f"the chat template changes what comes before answer {len(answers) + 1} of {name}",
-                "give one question and one answer in a record",
+                "put one question and one answer in a record",
             )
         answers.append((len(before), len(after)))
     read = tokenizer(whole, add_special_tokens=False, verbose=False, return_offsets_mapping=True)
@@ -59,11 +59,11 @@ def tokenized(tokenizer: Any, name: str, messages: list[Message]) -> tuple[list[
 
 
 class Chats:
-    """The endless sequence of conversations, from a place on; those that are too long are left out, and counted."""
+    """The endless sequence of conversations, from a place on; those that are too long are left out and counted."""
 
     def __init__(self, corpus: Corpus, tokenizer: Any, *, length: int, seed: int, place: Place) -> None:
         if not getattr(tokenizer, "chat_template", None):
-            raise ConfigError("the model's tokenizer has no chat template", "give an instruct or chat model")
+            raise ConfigError("the model's tokenizer has no chat template", "use an instruct or chat model")
         for source in corpus.sources:
             source.record(0)  # a text without fields is refused at once
         self.corpus = corpus
@@ -92,6 +92,6 @@ class Chats:
                 yield Sample(ids=ids, labels=labels, name=name, after=place)
             if whole_epoch and not given:
                 raise ConfigError(
-                    f"no conversation has at most {self.length} tokens", "raise --length, or give shorter ones"
+                    f"no conversation has at most {self.length} tokens", "raise --length, or pass shorter ones"
                 )
             self.epoch, self.next = self.epoch + 1, 0

@@ -1,7 +1,7 @@
 """Documents by number: text files, folders, .jsonl and .json files, a Hugging Face dataset, or `python-topics`.
 
-A text file comes in pieces, a .jsonl file by the places of its lines, a dataset lies on disk: none is in memory as a
-whole. A .json list is.
+A text file is read in pieces, a .jsonl file by line offsets, and a dataset stays on disk: none is in memory as a whole.
+A .json list is.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LONGEST = 2**30  # bytes of a line: it is read whole
 
 
 class Excerpt(NamedTuple):
-    """Part of a document: where it starts, its text, and whether it is the last."""
+    """Part of a document: where it starts, its text, and whether it is the last part."""
 
     start: int
     text: str
@@ -39,7 +39,7 @@ class Excerpt(NamedTuple):
 
 
 class Source(Protocol):
-    """Some documents, by number."""
+    """A source of documents, by number."""
 
     def __len__(self) -> int: ...
 
@@ -69,13 +69,13 @@ class TextFile:
         return str(self.path)
 
     def record(self, index: int) -> dict[str, Any]:
-        raise ConfigError(f"{self.path} is plain text, without questions and answers", "give a .jsonl file")
+        raise ConfigError(f"{self.path} is plain text, without questions and answers", "pass a .jsonl file")
 
     def fingerprint(self) -> str:
         return _digest(self.path)
 
     def pieces(self, index: int, start: int, field: str) -> Iterator[Excerpt]:
-        with reading(self.path, "give a text file") as file:
+        with reading(self.path, "pass a text file") as file:
             file.seek(start)
             block = file.read(PIECE + 1)
             while block:  # where a piece ends depends on where it starts alone
@@ -132,13 +132,13 @@ class Records(ABC):
 
 @dataclass(frozen=True)
 class Lines(Records):
-    """A .jsonl file: one document a line, empty lines aside."""
+    """A .jsonl file: one document per line, ignoring empty lines."""
 
     path: Path
 
     @cached_property
     def _places(self) -> tuple[array[int], array[int]]:
-        """Where each line that is not empty starts, and its number."""
+        """Offset of each non-empty line, and its number."""
         starts, numbers, at = array("q"), array("q"), 0
         with opened(self.path) as file:
             number = 0
@@ -146,7 +146,7 @@ class Lines(Records):
                 number += 1
                 if len(line) == LONGEST:
                     raise ConfigError(
-                        f"line {number} of {self.path} is longer than {LONGEST >> 20} MiB", "give it as a text file"
+                        f"line {number} of {self.path} is longer than {LONGEST >> 20} MiB", "pass it as a text file"
                     )
                 if line.strip():
                     starts.append(at)
@@ -171,13 +171,13 @@ class Lines(Records):
 
 @dataclass(frozen=True)
 class Rows(Records):
-    """Records that are there already: a .json array, or a Hugging Face dataset, which lies on disk."""
+    """Records that already exist: a .json array, or a Hugging Face dataset, which stays on disk."""
 
     rows: Any
     label: str
-    """What its records are called, with {} for the number."""
+    """Name of its records, with {} for the number."""
     digest: str = ""
-    """Of the file or dataset; made from the records where there is none."""
+    """Digest of the file or dataset; made from the records if empty."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -203,7 +203,7 @@ def _record(name: str, line: bytes) -> dict[str, Any]:
     try:
         content = json.loads(line)
     except ValueError as error:
-        raise ConfigError(f"{name} is not JSON ({error})", "mend or remove that line") from None
+        raise ConfigError(f"{name} is not JSON ({error})", "fix or remove that line") from None
     return _object(name, content)
 
 
@@ -214,7 +214,7 @@ def _object(name: str, content: Any) -> dict[str, Any]:
 
 
 class Corpus:
-    """All documents of several sources, numbered through."""
+    """All documents of several sources, numbered consecutively."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self.sources = list(sources)
@@ -224,7 +224,7 @@ class Corpus:
         return self.ends[-1] if self.ends else 0
 
     def fingerprint(self) -> str:
-        """Return a digest of all documents in their order."""
+        """Return a digest of all documents, in order."""
         return hashlib.sha256("\n".join(source.fingerprint() for source in self.sources).encode()).hexdigest()
 
     def __getitem__(self, number: int) -> tuple[Source, int]:
@@ -237,7 +237,7 @@ def open_corpus(names: Sequence[str], split: str = "train") -> Corpus:
     """Open the documents of files, folders and dataset names, in a fixed order."""
     corpus = Corpus([source for name in names for source in _sources(name, split)])
     if not len(corpus):
-        raise ConfigError(f"there are no documents in {', '.join(names)}", "give files that have some")
+        raise ConfigError(f"there are no documents in {', '.join(names)}", "pass files that have some")
     return corpus
 
 
@@ -249,7 +249,7 @@ def _sources(name: str, split: str) -> Iterator[Source]:
     if path.is_dir():
         files = sorted(f for f in path.rglob("*") if f.is_file() and not f.name.startswith("."))
         if not files:
-            raise ConfigError(f"the folder {path} is empty", "give a folder of text files, or of .jsonl files")
+            raise ConfigError(f"the folder {path} is empty", "pass a folder of text files, or of .jsonl files")
         for file in files:
             yield _file(file)
     elif path.is_file():
@@ -259,7 +259,7 @@ def _sources(name: str, split: str) -> Iterator[Source]:
 
 
 def _topics() -> Source:
-    """Return Python's language reference, which every machine has: by topic, as texts and as questions with answers."""
+    """Return Python's language reference, which every machine has: by topic, as texts and as question-answer pairs."""
     from pydoc_data.topics import topics
 
     asked = "What does the Python language reference say about {}?"
@@ -283,15 +283,15 @@ def _file(path: Path) -> Source:
     except (OSError, *DAMAGED) as error:
         raise ConfigError(f"cannot read {path} ({error})", "copy it again") from None
     except ValueError as error:
-        raise ConfigError(f"{path} is not JSON ({error})", "for one record a line, call it .jsonl") from None
+        raise ConfigError(f"{path} is not JSON ({error})", "for one record per line, name it .jsonl") from None
     if not isinstance(rows, list):
-        raise ConfigError(f"{path} is not a list of records", "give a list, or one record a line as .jsonl")
+        raise ConfigError(f"{path} is not a list of records", "pass a list, or a .jsonl file with one record per line")
     return Rows(label=f"record {{}} of {path}", rows=rows, digest=_digest(path))
 
 
 def _dataset(name: str, split: str) -> Source:
     if name.startswith((".", "/", "~")) or find_spec("datasets") is None:
-        hint = "give files or folders; for a dataset of the hub: pip install datasets"
+        hint = "pass files or folders; for a dataset from the hub: pip install datasets"
         raise ConfigError(f"there is no file or folder {name}", hint)
     from datasets import Dataset, load_dataset
 
@@ -300,8 +300,8 @@ def _dataset(name: str, split: str) -> Source:
     except Exception as error:  # the hub, the network and every builder raise what they like
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(
-            f"there is no file or folder {name}, and no dataset of that name came ({line})", "look at its spelling"
+            f"there is no file or folder {name}, and no dataset of that name loaded ({line})", "check the spelling"
         ) from error
     if not isinstance(rows, Dataset):
-        raise ConfigError(f"split {split!r} of {name} is not one table", "give --split train, or train[:20000]")
+        raise ConfigError(f"split {split!r} of {name} is not one table", "pass --split train, or train[:20000]")
     return Rows(label=f"row {{}} of {name}", rows=rows, digest=str(rows._fingerprint))

@@ -26,19 +26,19 @@ PLACE = "place.json"
 UNFINISHED = ".unfinished"
 KEPT = 2
 FINISHED = "finished"
-"""The key of run.json for the number of steps that the result was trained for."""
+"""Key of run.json for the number of steps that the result was trained for."""
 DATA = ("data_sha256", "documents")
 """Keys of run.json that may change as long as the changed data was not read."""
 FINGERPRINTS = ("model_sha256", *DATA)
-REPEAT = "repeat its command, or give --out a new folder"
-HINT = "make room or give --out another place; the same command resumes from the last checkpoint"
+REPEAT = "repeat its command, or pass a new folder to --out"
+HINT = "free some space or pass another path to --out; the same command resumes from the last checkpoint"
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the right to write to a folder; refuse where another run holds it."""
-    busy = f"another run is writing to {folder}", "wait for it, or give --out another folder"
-    unwritable = f"cannot write to {folder}", "give --out another folder"
+    """Hold the right to write to a folder; refuse if another run holds it."""
+    busy = f"another run is writing to {folder}", "wait for it, or pass another folder to --out"
+    unwritable = f"cannot write to {folder}", "pass another folder to --out"
     with files.refusing(*unwritable):
         folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -51,7 +51,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def writing(what: str) -> Iterator[None]:
-    """Turn every error of writing into one refusal: a full disk raises different errors in different libraries."""
+    """Turn every write error into one refusal: a full disk raises different errors in different libraries."""
     from safetensors import SafetensorError
 
     try:
@@ -62,14 +62,14 @@ def writing(what: str) -> Iterator[None]:
 
 
 def asked_before(folder: Path) -> dict[str, Any] | None:
-    """Return what the run in a folder was asked for; None in a folder without a run."""
+    """Return the settings that the run in a folder was started with; None in a folder without a run."""
     note = folder / ASKED
     try:
         before: dict[str, Any] = json.loads(note.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except (OSError, ValueError):
-        raise ConfigError(f"{note} cannot be read", "give --out a new folder") from None
+        raise ConfigError(f"{note} cannot be read", "pass a new folder to --out") from None
     return before
 
 
@@ -80,11 +80,11 @@ def finished_steps(folder: Path, result: Path) -> int:
 
 
 def check_run(folder: Path, asked: dict[str, Any], ignored: Collection[str] = ()) -> None:
-    """Refuse a folder that holds another run, or files of something else."""
+    """Refuse a folder that holds another run, or unrelated files."""
     before = asked_before(folder)
     if before is None:
         if any(not path.name.startswith(".") for path in folder.iterdir()):
-            raise ConfigError(f"{folder} exists already, and holds no run", "give --out a new folder")
+            raise ConfigError(f"{folder} already exists, and holds no run", "pass a new folder to --out")
         return
     keys = (asked.keys() | before.keys()) - set(ignored)
     if differing := sorted(key for key in keys if asked.get(key) != before.get(key)):
@@ -94,9 +94,9 @@ def check_run(folder: Path, asked: dict[str, Any], ignored: Collection[str] = ()
 def check_training(folder: Path, asked: dict[str, Any], result: Path) -> None:
     """Refuse a folder in which a training run cannot start or resume.
 
-    A run that left neither checkpoint nor result has nothing to lose: any command may start anew in its folder. More
-    or fewer steps are no other run where the learning rate does not depend on their number. A fingerprint that is None
-    is not known yet.
+    A run that left neither checkpoint nor result has nothing to lose: any command may start afresh in its folder.
+    Another number of steps does not make it another run if the learning rate does not depend on it. A fingerprint of
+    None is not known yet.
     """
     before = asked_before(folder)
     made = max([finished_steps(folder, result), *(step_of(path) for path in checkpoints(folder))])
@@ -110,10 +110,10 @@ def check_training(folder: Path, asked: dict[str, Any], result: Path) -> None:
     if asked["schedule"] != "constant":
         raise ConfigError(
             f"{folder} holds a run whose {asked['schedule']} schedule ends at step {before['steps']}",
-            f"{REPEAT}; only a constant schedule can be given another number of steps",
+            f"{REPEAT}; only a constant schedule can have its number of steps changed",
         )
     if asked["steps"] < made:
-        raise ConfigError(f"{folder} holds {made} steps already, and {asked['steps']} are asked for", REPEAT)
+        raise ConfigError(f"{folder} already holds {made} steps, but {asked['steps']} are asked for", REPEAT)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -121,7 +121,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Replace a file in one step."""
+    """Replace a file atomically."""
     with writing(str(path)):
         files.write_text(path, text)
 
@@ -132,25 +132,25 @@ def step_of(checkpoint: Path) -> int:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Return the whole checkpoints, oldest first; an unfinished one has another name."""
+    """Return the complete checkpoints, oldest first; an unfinished one has another name."""
     found = [(int(m[1]), path) for path in folder.iterdir() if (m := re.fullmatch(r"checkpoint-(\d+)", path.name))]
     return [path for _, path in sorted(found)]
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """Return the checkpoint that a run resumes from; None where there is none."""
+    """Return the checkpoint that a run resumes from; None if there is none."""
     found = checkpoints(folder)
     return found[-1] if found else None
 
 
 def sweep(folder: Path) -> None:
-    """Remove what a run that was killed left half written."""
+    """Remove what a killed run left half written."""
     for path in folder.glob(f"{UNFINISHED}*"):
         shutil.rmtree(path)
 
 
 def set_aside(checkpoint: Path) -> Path:
-    """Rename a damaged checkpoint, so that no run finds it and a user can look at it."""
+    """Rename a damaged checkpoint, so that no run finds it but a user can inspect it."""
     place = checkpoint.with_name(f"damaged-{checkpoint.name}")
     if place.exists():
         shutil.rmtree(place)
@@ -159,7 +159,7 @@ def set_aside(checkpoint: Path) -> Path:
 
 
 def settle(made: Path, place: Path) -> None:
-    """Give a finished folder its name: from now on it is there, and whole even if the machine loses power.
+    """Give a finished folder its name: from then on it exists, and is complete even if the machine loses power.
 
     It replaces the result of a run that was given more steps.
     """
@@ -167,6 +167,6 @@ def settle(made: Path, place: Path) -> None:
 
 
 def forget_old(folder: Path, kept: int = KEPT) -> None:
-    """Remove all checkpoints but the last ones, each under another name first."""
+    """Remove all checkpoints but the last ones, renaming each first."""
     for path in checkpoints(folder)[:-kept]:
         files.remove_folder(path, gone=folder / f"{UNFINISHED}-{path.name}")

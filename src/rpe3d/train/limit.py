@@ -1,4 +1,4 @@
-"""A run with so many minutes: it stops at a checkpoint before they are over, and the same command resumes it."""
+"""Limit a run to so many minutes: it stops at a checkpoint before they are up, and the same command resumes it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rpe3d.train import sound
 
 
 class OutOfTime(Exception):
-    """Says at which of its steps a run stopped because its minutes were over."""
+    """Raised when a run stops because its minutes are up; says at which step."""
 
     def __init__(self, step: int, steps: int) -> None:
         super().__init__(f"out of time after step {step} of {steps}; the same command resumes there")
@@ -20,13 +20,13 @@ class OutOfTime(Exception):
 
 
 class Limit(TrainerCallback):  # type: ignore[misc]
-    """Stops all processes at a checkpoint, while there is time to write it."""
+    """Stops all processes at a checkpoint while there is still time to write it."""
 
     def __init__(self, minutes: float, begun: float) -> None:
         self.until = begun + 60 * minutes
         self.longest = 0.0
         self.saving = 6 * minutes
-        """Seconds that a save takes: a tenth of all, until one has shown it."""
+        """Seconds that a save takes: a tenth of the limit, until one has been timed."""
         self.since = time.monotonic()
         self.stopped = False
 
@@ -39,6 +39,6 @@ class Limit(TrainerCallback):  # type: ignore[misc]
             self.stopped = control.should_save = control.should_training_stop = True
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Note how long a save took, which is no part of a step."""
+        """Record how long a save took, which is not part of a step."""
         now = time.monotonic()
         self.saving, self.since = now - self.since, now

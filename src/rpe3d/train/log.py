@@ -1,4 +1,4 @@
-"""What a run shows: progress, a CSV that is whole after every step, and a plot of the loss."""
+"""Show the progress of a run, log it to a CSV that is complete after every step, and plot the loss."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from rpe3d.drawing.palette import GREY, INK, OWN, SOFT, Style
 from rpe3d.train.folder import write
 
 Progress = Callable[[str, float, float], None]
-"""What is done, how much of it, of how much."""
+"""Called with what is done, how much of it, and of how much."""
 COLUMNS = ("step", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second")
 
 
 class Watch(TrainerCallback):  # type: ignore[misc]
-    """Progress and the CSV, from the first process."""
+    """Shows progress and writes the CSV, from the first process."""
 
     def __init__(self, out: Path, progress: Progress) -> None:
         self.out = out
@@ -43,7 +43,7 @@ class Watch(TrainerCallback):  # type: ignore[misc]
 
 
 def rows_of(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the steps among what a Trainer has logged."""
+    """Return the steps among the entries that a Trainer has logged."""
     return [{name: entry[name] for name in COLUMNS} for entry in history if "tokens_per_second" in entry]
 
 

@@ -1,4 +1,4 @@
-"""What of a model is trained: low-rank adapters, LongLoRA's embeddings and norms as well, or everything."""
+"""Choose which parameters are trained: low-rank adapters, also LongLoRA's embeddings and norms, or everything."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def trainable(model: Any, settings: Settings) -> Any:
-    """Return the model with what `settings.method` trains in float32: bfloat16 would round small steps away."""
+    """Return the model with its trained parameters in float32: bfloat16 would round small steps away."""
     if settings.method != "full":
         from peft import LoraConfig, get_peft_model
 
         names = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
         if missing := [name for name in PROJECTIONS if name not in names]:
             raise ConfigError(
-                f"{type(model).__name__} has no {missing[0]}, which LoRA is to adapt", "train it with --method full"
+                f"{type(model).__name__} has no {missing[0]}, which LoRA adapts", "train it with --method full"
             )
         plus: dict[str, Any] = {}
         if settings.method == "lora-plus":
@@ -49,13 +49,13 @@ def trainable(model: Any, settings: Settings) -> Any:
 
 
 def base_name(model: str) -> str:
-    """Return the name by which an adapter calls its base: a folder by its full path."""
+    """Return the name by which an adapter refers to its base: a folder by its full path."""
     path = Path(model).expanduser()
     return str(path.resolve()) if path.exists() else model
 
 
 def _embeddings_and_norms(model: Any) -> list[str]:
-    """Return what LongLoRA trains besides, by the last part of its name: modules with "embed" or "norm" in it."""
+    """Return what else LongLoRA trains, by the last part of its name: modules with "embed" or "norm" in it."""
     ends = {name.rpartition(".")[2] for name, module in model.named_modules() if list(module.parameters(recurse=False))}
     return sorted(end for end in ends if "embed" in end or "norm" in end)
 
@@ -67,7 +67,7 @@ def save_trained(
     training: Mapping[str, Any] | None = None,
     base_sha256: str | None = None,
 ) -> None:
-    """Save an adapter with its law beside it, or a whole model with its law in its config, without asking the hub.
+    """Save an adapter with its law, or a whole model with its law in its config, without contacting the hub.
 
     `base_sha256` is the digest of the files that the adapter was trained on, for `merge` to compare.
     """

@@ -1,4 +1,4 @@
-"""An adapter and its base as one model, whose config carries the law."""
+"""Merge an adapter and its base into one model whose config carries the law."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from rpe3d.models.extend import check_savable
 from rpe3d.models.load import Loaded, load
 
 CONFIG = "adapter_config.json"
-GIVE = "give the adapter folder of a `rpe3d train` run"
+WEIGHTS = "adapter_model.safetensors"
+GIVE = "pass the adapter folder of a `rpe3d train` run"
 UNFINISHED = "the run is not finished: the same `rpe3d train` command resumes it"
 
 
@@ -32,9 +33,9 @@ def adapter_base(folder: Path) -> str:
 
 
 def _where_instead(folder: Path) -> str:
-    """Find the adapter that was probably meant."""
+    """Return a hint at the adapter that was probably meant."""
     if (folder / "adapter" / CONFIG).is_file():
-        return f"its adapter is {folder / 'adapter'}: give that folder"
+        return f"its adapter is {folder / 'adapter'}: pass that folder"
     if (folder / "run.json").is_file():
         whole = (folder / "model").is_dir()
         return f"the run trained a whole model, {folder / 'model'}, which needs no merging" if whole else UNFINISHED
@@ -42,8 +43,8 @@ def _where_instead(folder: Path) -> str:
 
 
 def merge(folder: Path, base: str | None = None, *, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Loaded:
-    """Merge an adapter into its base, under the adapter's law. Sums are float32 and rounded to `dtype` once."""
-    from peft import PeftModel
+    """Merge an adapter into its base, under the adapter's law; weights are summed in float32 and rounded once."""
+    from peft import PeftModel, get_peft_model_state_dict
 
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}", GIVE)
@@ -55,17 +56,24 @@ def merge(folder: Path, base: str | None = None, *, dtype: torch.dtype = torch.b
     positions = pretrained_length(loaded.model)
     if positions != law.pretrained:
         raise ConfigError(
-            f"the adapter was trained on a model of {law.pretrained} positions, and {name} has {positions}",
-            "give --base the model that it was trained on",
+            f"the adapter was trained on a model of {law.pretrained} positions, but {name} has {positions}",
+            "pass the model that it was trained on to --base",
         )
+    held = _tensors(folder)
     extend(loaded.model, law)
     check_savable(loaded.model)
     try:
-        merged = PeftModel.from_pretrained(loaded.model, str(folder)).merge_and_unload()
+        adapted = PeftModel.from_pretrained(loaded.model, str(folder))
+        if held != set(get_peft_model_state_dict(adapted, save_embedding_layers=False)):
+            raise ConfigError(
+                f"the adapter does not fit {name}: its tensors are of other layers",
+                "pass the model that it was trained on to --base",
+            )
+        merged = adapted.merge_and_unload()
     except RuntimeError as error:  # torch's, of weights that have other shapes
         why = " ".join(str(error).split())[:160]
         raise ConfigError(
-            f"the adapter does not fit {name} ({why})", "give --base the model that it was trained on"
+            f"the adapter does not fit {name} ({why})", "pass the model that it was trained on to --base"
         ) from None
     if loaded.tokenizer is not None:
         loaded.tokenizer.model_max_length = law.context
@@ -73,9 +81,23 @@ def merge(folder: Path, base: str | None = None, *, dtype: torch.dtype = torch.b
     return Loaded(model=merged.to(dtype), tokenizer=loaded.tokenizer, source=loaded.source, notes=notes)
 
 
+def _tensors(folder: Path) -> set[str]:
+    """Return the names of an adapter's tensors; refuse weights that are missing or damaged."""
+    from safetensors import SafetensorError, safe_open
+
+    path = folder / WEIGHTS
+    if not path.is_file():
+        raise ConfigError(f"{folder} has no {WEIGHTS}", "copy the adapter again")
+    try:
+        with safe_open(path, framework="pt") as file:
+            return set(file.keys())
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{path} is damaged or cut short ({error})", "copy the adapter again") from None
+
+
 def _other_files(folder: Path, base: str) -> list[str]:
-    """Say so where the base's files are not those that the adapter was trained on; nothing where that is not known."""
+    """Return a note if the base's files are not those the adapter was trained on; none if that is unknown."""
     trained_on = json.loads((folder / FILE).read_text(encoding="utf-8")).get("base_sha256")
     if trained_on is None or fingerprint(base) in (None, trained_on):
         return []
-    return [f"the files of {base} are not those that the adapter was trained on: merged all the same"]
+    return [f"the files of {base} are not those that the adapter was trained on: merging anyway"]

@@ -1,4 +1,4 @@
-"""A training run from settings to a folder: it resumes where it stopped, and ends with an adapter or a model."""
+"""Run training from settings to a folder: a run resumes where it stopped, and ends with an adapter or a model."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def train(
     note: Any = lambda text: None,
     minutes: float | None = None,
 ) -> Path:
-    """Train as `settings` say, in the folder `out`; returns the folder of the result.
+    """Train as `settings` say, in the folder `out`, and return the folder of the result.
 
-    The same call resumes where an earlier one stopped. `note` is called with what a user should be told. After so many
-    `minutes` it stops at a checkpoint and raises OutOfTime.
+    The same call resumes where an earlier one stopped. `note` is called with messages for the user. Before the
+    `minutes` are up, the run stops at a checkpoint and raises `OutOfTime`.
     """
     begun = time.monotonic()
     if minutes is not None:
@@ -78,7 +78,7 @@ def train(
         if state is not None:
             state.wait_for_everyone()
         if (finished := folder.finished_steps(out, result)) == settings.total_steps:
-            note(f"{result} is finished already")
+            note(f"{result} is already finished")
             return result
         sharded.check(settings, kind, folder.last_checkpoint(out))
         bf16 = settings.precision == "bf16" or (settings.precision is None and kind != "cpu")
@@ -106,7 +106,7 @@ def train(
             if last is None:
                 (out / "log.csv").unlink(missing_ok=True)  # of a run that left nothing else
         if last is not None:
-            note(f"resumes from {last.name}")
+            note(f"resuming from {last.name}")
         learn(trainer, loaded.model, settings, resume=last)
         if limit is not None and limit.stopped:
             raise OutOfTime(trainer.state.global_step, settings.total_steps)
@@ -117,14 +117,14 @@ def train(
 
 
 def _place(state: Any, kind: str) -> Any:
-    """Return where the weights are loaded to: what FSDP will divide must not be whole on one GPU first."""
+    """Return where the weights are loaded: what FSDP will divide must not first be whole on one GPU."""
     if sharded.wanted(kind):
         return "cpu"
     return kind if state is None or kind == "cpu" else state.device
 
 
 def _asked(settings: Settings, corpus: Corpus) -> dict[str, Any]:
-    """Return what makes a run this one and not another."""
+    """Return what identifies a run."""
     asked = {name: value for name, value in settings.to_dict().items() if name not in FREE}
     data = {"data": [base_name(name) for name in settings.data], "documents": len(corpus)}
     prints = {"model_sha256": fingerprint(settings.model), "data_sha256": corpus.fingerprint()}
@@ -134,7 +134,7 @@ def _asked(settings: Settings, corpus: Corpus) -> dict[str, Any]:
 def _prepared(
     settings: Settings, out: Path, corpus: Corpus, loaded: Loaded, device: str, bf16: bool, progress: Progress
 ) -> LawTrainer:
-    """Return the model under its law with what is trained of it, and its data, at the last checkpoint's place."""
+    """Return the model under its law with its trainable parameters, and its data, at the last checkpoint."""
     from transformers import set_seed
 
     model: Any = loaded.model
@@ -166,7 +166,7 @@ def _prepared(
 
 
 def law_in_checkpoint(checkpoint: Path) -> Law | None:
-    """Return the law that a checkpoint was trained under; None where it names none."""
+    """Return the law that a checkpoint was trained under; None if it names none."""
     if (checkpoint / FILE).is_file():
         return adapter_law(checkpoint)
     content = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
@@ -175,7 +175,7 @@ def law_in_checkpoint(checkpoint: Path) -> Law | None:
 
 
 def _reads_the_same(settings: Settings, corpus: Corpus, tokenizer: Any, last: Path | None) -> bool:
-    """Say whether all that was learned before a checkpoint would be read again, so that only later data changed."""
+    """Return whether the data trained on before a checkpoint would be read again, so that only later data changed."""
     if last is None:
         return False
     samples, read = iter(_samples(settings, corpus, tokenizer, {})), ""
@@ -210,7 +210,7 @@ def _samples(settings: Settings, corpus: Corpus, tokenizer: Any, place: Place) -
 
 
 def learn(trainer: LawTrainer, model: Any, settings: Settings, resume: Path | None = None) -> None:
-    """Make the steps of a trainer, with the attention that the law of its model needs."""
+    """Run the steps of a trainer, with the attention that its model's law needs."""
     with _quiet(), _attention(trainer, model, settings):
         trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
 
@@ -230,7 +230,7 @@ def _attention(trainer: LawTrainer, model: Any, settings: Settings) -> Iterator[
 
 
 def _told(settings: Settings) -> dict[str, Any]:
-    """Say what the result's card says of its training."""
+    """Return what the result's card says about its training."""
     shown = ("kind", "method", "rank", "alpha", "steps", "batch", "length", "learning_rate", "schedule", "seed")
     names = ", ".join(map(public_name, settings.data))
     return {"data": names} | {name.replace("_", " "): getattr(settings, name) for name in shown}
@@ -238,7 +238,7 @@ def _told(settings: Settings) -> dict[str, Any]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Drop what the Trainer says for developers."""
+    """Silence the Trainer's messages for developers."""
     logger = logging.getLogger("transformers.trainer")
     before = logger.level
     logger.setLevel(logging.ERROR)

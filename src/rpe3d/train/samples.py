@@ -1,4 +1,4 @@
-"""What one forward learns from: tokens, the labels among them, and where the data resumes afterwards."""
+"""The samples that a forward pass is trained on: tokens, their labels, and where the data resumes afterwards."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 from rpe3d.config import ConfigError
 
 READ = "read"
-"""The key of a place for the digest of what was learned until there."""
+"""Key of a place for the digest of everything trained on until there."""
 IGNORED = -100
-"""The label of a token that is not learned."""
+"""Label of a token that is not trained on."""
 
 Place = dict[str, Any]
-"""Where to resume in the data; it lies in a checkpoint as JSON."""
+"""Where to resume in the data; stored in a checkpoint as JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,13 +26,13 @@ class Sample:
     ids: Sequence[int]
     labels: Sequence[int]
     name: str
-    """Where it came from."""
+    """Origin of the sample."""
     after: Place = field(repr=False)
-    """The place of the sample that follows."""
+    """Place of the next sample."""
 
 
 def read_so_far(before: str, samples: Iterable[Sample]) -> str:
-    """Return a digest of all samples that were learned, given the digest of those before."""
+    """Return a digest of all samples trained on, given the digest of those before."""
     digest = hashlib.sha256(before.encode())
     for sample in samples:
         digest.update(repr((list(sample.ids), list(sample.labels))).encode())
@@ -47,7 +47,7 @@ def shuffled(count: int, seed: int, epoch: int) -> list[int]:
 
 
 def ending(tokenizer: Any) -> list[int]:
-    """Return what separates joined documents: the end-of-text token."""
+    """Return the separator of joined documents: the end-of-text token."""
     if tokenizer.eos_token_id is None:
         raise ConfigError("the tokenizer has no end-of-text token to join documents with", "train without --pack")
     return [tokenizer.eos_token_id]

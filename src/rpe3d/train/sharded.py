@@ -1,4 +1,4 @@
-"""FSDP2: weights, gradients and optimizer divided among the processes, as `recipes/fsdp2.yaml` asks for it.
+"""FSDP2: weights, gradients and optimizer divided among the processes, as `recipes/fsdp2.yaml` asks for.
 
 accelerate reads that file and tells its processes through environment variables, which are read here.
 """
@@ -13,18 +13,18 @@ from rpe3d.config import ConfigError
 from rpe3d.train.settings import Settings
 
 WEIGHTS, OPTIMIZER = "pytorch_model_fsdp.bin", "optimizer.bin"
-"""What a checkpoint of FSDP holds beside an adapter or a model: a run under FSDP resumes from these."""
+"""Files of an FSDP checkpoint besides the adapter or model: a run under FSDP resumes from these."""
 NEEDED = (
-    ("FSDP_VERSION", "1", "2", "has FSDP2 alone"),
+    ("FSDP_VERSION", "1", "2", "supports only FSDP2"),
     ("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT", "FULL_STATE_DICT", "saves whole checkpoints"),
-    ("FSDP_CPU_RAM_EFFICIENT_LOADING", "false", "false", "reads the weights of a model to find out how it rotates"),
-    ("FSDP_OFFLOAD_PARAMS", "false", "false", "keeps what it trains on the device"),
+    ("FSDP_CPU_RAM_EFFICIENT_LOADING", "false", "false", "reads a model's weights to detect how it rotates"),
+    ("FSDP_OFFLOAD_PARAMS", "false", "false", "keeps the trained parameters on the device"),
 )
-"""Variables, what accelerate takes an absent one for, what a run needs, and why."""
+"""Variables, their defaults in accelerate, the values that a run needs, and why."""
 
 
 def wanted(device: str) -> bool:
-    """Say whether the launcher asked for FSDP: on a GPU it may be one process, on CPUs there are several."""
+    """Return whether the launcher asked for FSDP: on a GPU for one process or more, on CPUs for several."""
     launched = int(os.environ.get("WORLD_SIZE", "1")) > 1 or (device == "cuda" and "LOCAL_RANK" in os.environ)
     return launched and _is("ACCELERATE_USE_FSDP", "true")
 
@@ -38,7 +38,7 @@ def check(settings: Settings, device: str, last: Path | None) -> None:
     divides = wanted(device)
     if last is not None and (last / WEIGHTS).exists() != divides:
         how = "without" if divides else "under"
-        raise ConfigError(f"{last} was made {how} FSDP", "launch the run as before, or give --out a new folder")
+        raise ConfigError(f"{last} was made {how} FSDP", "launch the run as before, or pass a new folder to --out")
     if not divides:
         return
     for variable, absent, needed, why in NEEDED:
@@ -46,11 +46,11 @@ def check(settings: Settings, device: str, last: Path | None) -> None:
             name = variable.lower()
             found = os.environ.get(variable, absent)
             raise ConfigError(
-                f"{name} is {found}, and training {why}", f"set {name}: {needed}, as recipes/fsdp2.yaml does"
+                f"{name} is {found}, but training {why}", f"set {name}: {needed}, as recipes/fsdp2.yaml does"
             )
     if settings.gradient_checkpointing and _is("FSDP_ACTIVATION_CHECKPOINTING", "true"):
         raise ConfigError(
-            "fsdp_activation_checkpointing and gradient_checkpointing both compute activations again",
+            "fsdp_activation_checkpointing and gradient_checkpointing both recompute activations",
             "set fsdp_activation_checkpointing: false, or train with --no-gradient-checkpointing",
         )
 
@@ -58,8 +58,7 @@ def check(settings: Settings, device: str, last: Path | None) -> None:
 def allow_cpus(state: Any) -> None:
     """Let accelerate divide a model among CPU processes as among GPUs.
 
-    It looks at what was asked for only where several GPUs were found; CPU processes would all hold whole copies,
-    without a word.
+    accelerate honours the request only if it finds several GPUs; CPU processes would all silently hold whole copies.
     """
     from accelerate.utils import DistributedType
 

@@ -19,7 +19,10 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor | range, Tensor | None], Tenso
 def shifted(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, group: int, attend: Attend, *, by_position: bool
 ) -> Tensor:
-    """Compute S2-Attn of q [b, h, t, d] and k, v [b, g, t, d]. `by_position`: it asks for more than their order."""
+    """Compute S2-Attn of q [b, h, t, d] and k, v [b, g, t, d].
+
+    With `by_position`, `attend` needs the positions and not only their order.
+    """
     h = q.shape[1]
     k, v = (x.repeat_interleave(h // x.shape[1], dim=1) for x in (k, v))
     parts = []
@@ -40,7 +43,7 @@ def shifted(
 def _grouped(
     x: list[Tensor], sinks: Tensor | None, group: int, start: int, attend: Attend, by_position: bool
 ) -> Tensor:
-    """Run causal attention in groups, as rows of a batch. A last group that is not full is filled up at its end."""
+    """Run causal attention in groups, as rows of a batch. A last group that is not full is padded at its end."""
     b, h, t, _ = x[0].shape
     count = -(-t // group)
     q, k, v = (

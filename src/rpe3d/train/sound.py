@@ -1,6 +1,6 @@
-"""Whether numbers are finite: gradients before a step, weights before a save, checkpoints before a run resumes.
+"""Check that numbers are finite: gradients before a step, weights before a save, checkpoints before a run resumes.
 
-All processes of a run come to the same answer, so that none waits for one that has stopped.
+All processes of a run reach the same answer, so that none waits for one that has stopped.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def finite(tensors: Iterable[Tensor]) -> bool:
-    """Say whether all numbers of all tensors are finite; waits for the device once."""
+    """Return whether all numbers of all tensors are finite; waits for the device once."""
     checked = [_local(x).isfinite().all() for x in tensors if x.is_floating_point()]
     return not checked or bool(torch.stack([x.to(checked[0].device) for x in checked]).all())
 
@@ -48,7 +48,7 @@ def first_of_all(problem: str | None, device: torch.device) -> str | None:
 
 
 def tensors_in(state: Any) -> Iterator[Tensor]:
-    """Yield every tensor of a nested state, as an optimizer has it."""
+    """Yield every tensor of a nested state, such as an optimizer's."""
     if isinstance(state, Tensor):
         yield state
     elif isinstance(state, dict):
@@ -60,7 +60,7 @@ def tensors_in(state: Any) -> Iterator[Tensor]:
 
 
 def damage(checkpoint: Path) -> str | None:
-    """Say what keeps a run from resuming at a checkpoint; None where nothing does."""
+    """Return what keeps a run from resuming at a checkpoint; None if nothing does."""
     from safetensors import SafetensorError, safe_open
 
     name = ""

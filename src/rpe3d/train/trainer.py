@@ -1,6 +1,6 @@
-"""transformers' Trainer on our batches.
+"""Run transformers' Trainer on our batches.
 
-A loss, a gradient or a weight that is not finite stops it, and its checkpoints are whole or absent.
+A loss, gradient or weight that is not finite stops it, and its checkpoints are complete or absent.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rpe3d.train.settings import SCHEDULES, Settings
 
 
 def training_arguments(settings: Settings, out: Path, steps: Steps, device: str, bf16: bool) -> TrainingArguments:
-    """Return the settings as a Trainer's arguments."""
+    """Return the settings as the arguments of a Trainer."""
     os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16" if bf16 else "no"  # not a launcher's, or an earlier run's
     again = "activation" if hasattr(TrainingArguments, "activation_checkpointing") else "gradient"  # transformers 5.23
     checkpointing = {
@@ -69,7 +69,7 @@ def training_arguments(settings: Settings, out: Path, steps: Steps, device: str,
 
 
 class BeforeStep(TrainerCallback):  # type: ignore[misc]
-    """Looks at the gradient when all of it is there, before the optimizer does."""
+    """Checks the complete gradient before the optimizer uses it."""
 
     def __init__(self, trainer: LawTrainer) -> None:
         self.trainer = trainer
@@ -98,11 +98,11 @@ class LawTrainer(Trainer):  # type: ignore[misc]
             sharded.keep_float32(self.accelerator.state.fsdp_plugin)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """Return this process's batches unchanged: they are divided among processes already."""
+        """Return this process's batches unchanged: they are already divided among processes."""
         return DataLoader(self.steps, batch_size=None)
 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
-        """Run a forward and a backward. A loss that is not finite is remembered, and stops the run before its step."""
+        """Run a forward and a backward pass; a loss that is not finite stops the run before its step."""
         names = inputs.pop(NAMES)
         self.step_names += names
         self.tokens += inputs["input_ids"].numel() * self.steps.processes
@@ -112,7 +112,7 @@ class LawTrainer(Trainer):  # type: ignore[misc]
         return loss
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Hand on the number of tokens as a number: transformers 5.23 makes it a float, which FSDP rounds to 8 bits."""
+        """Pass on the number of tokens as an int: transformers 5.23 makes it a float, which FSDP rounds to 8 bits."""
         count = kwargs.get("num_items_in_batch")
         if isinstance(count, Tensor) and count.is_floating_point():
             kwargs["num_items_in_batch"] = count.item()
@@ -126,7 +126,7 @@ class LawTrainer(Trainer):  # type: ignore[misc]
             step = self.state.global_step + 1
             problem = f"the gradient of step {step} is not finite, on {', '.join(dict.fromkeys(names))}"
         self.bad_loss, self.step_names = None, []
-        hint = "look at that text, or lower the learning rate"
+        hint = "check that text, or lower the learning rate"
         if problem is not None and (weight := not_finite(self.accelerator.unwrap_model(self.model))):
             problem, hint = f"{problem}: {weight}", "copy or convert the model's weights again"
         if problem := sound.first_of_all(problem, self.args.device):
@@ -139,11 +139,11 @@ class LawTrainer(Trainer):  # type: ignore[misc]
         good = sound.finite([*weights, *states])
         problem = None if good else f"the weights after step {step}, or their optimizer's states, are not finite"
         if problem := sound.first_of_all(problem, self.args.device):
-            hint = "lower the learning rate, and give --out a new folder"
+            hint = "lower the learning rate, and pass a new folder to --out"
             raise ConfigError(problem, hint)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log the tokens of the step and their rate as well."""
+        """Also log the tokens of the step and their rate."""
         if "loss" in logs:
             now = time.perf_counter()
             logs = {**logs, "tokens": self.tokens, "tokens_per_second": round(self.tokens / (now - self.since), 1)}
@@ -161,7 +161,7 @@ class LawTrainer(Trainer):  # type: ignore[misc]
         save_trained(self.accelerator.unwrap_model(self.model), target, state_dict)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Write under another name, then rename: whoever comes after a kill finds whole checkpoints only."""
+        """Write under another name, then rename: after a kill there are only complete checkpoints."""
         out, step = Path(self.args.output_dir), self.state.global_step
         self.check_weights(step)
         made = out / folder.UNFINISHED / f"checkpoint-{step}"

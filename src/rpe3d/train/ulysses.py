@@ -1,7 +1,7 @@
-"""Sequence parallel as DeepSpeed Ulysses has it (Jacobs et al. 2023, arXiv 2309.14509), for any law.
+"""Sequence parallelism as in DeepSpeed Ulysses (Jacobs et al. 2023, arXiv 2309.14509), for any law.
 
-Every process of a group holds a slice of the tokens. For attention they exchange: each gets all tokens of its share of
-the heads, so that positions are whole and a law is exact, and gives the outputs back.
+Every process of a group holds a slice of the tokens. For attention they exchange: each gets all tokens for its share of
+the heads, so that positions are complete and a law is exact, and then returns the outputs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rpe3d.train.shifted import Attend
 
 
 class Exchange(torch.autograd.Function):
-    """Splits one dimension over the processes and joins another from them; its backward is the way back."""
+    """Splits one dimension over the processes and gathers another from them; its backward is the reverse."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, split: int, join: int, group: Any) -> Tensor:
@@ -65,20 +65,20 @@ class SequenceParallel:
     ) -> Tensor:
         """Attend from this slice's queries to the whole sequence; without `positions` they are 0, 1, 2 ...
 
-        together: heads that share keys must not part.
+        With `together`, heads that share keys are kept on one process.
         """
         h, g = q.shape[1], k.shape[1]
         if h % self.size:
             raise ConfigError(
                 f"{h} heads cannot be divided among {self.size} processes",
-                f"give a divisor of {h} to sequence_parallel",
+                f"set sequence_parallel to a divisor of {h}",
             )
         if g % self.size:  # too few to divide: every query head gets its own copy
             if together and g < h:
                 raise ConfigError(
-                    f"heads that share keys choose far keys together, and {g} key heads cannot be divided among "
+                    f"heads that share keys choose far keys together, but {g} key heads cannot be divided among "
                     f"{self.size} processes",
-                    f"give a divisor of {g} to sequence_parallel, or train with far=0",
+                    f"set sequence_parallel to a divisor of {g}, or train with far=0",
                 )
             k, v = (x.repeat_interleave(h // g, dim=1) for x in (k, v))
         q, k, v = (Exchange.apply(x, 1, 2, self.group) for x in (q, k, v))  # type: ignore[no-untyped-call]
@@ -90,7 +90,7 @@ class SequenceParallel:
 
 
 def sequence_parallel(size: int) -> SequenceParallel | None:
-    """Return this process's group where `size` neighbours share a sequence; None for one process alone.
+    """Return this process's group if `size` neighbours share a sequence; None for a single process.
 
     All processes call it, in the same order.
     """

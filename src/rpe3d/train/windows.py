@@ -27,7 +27,7 @@ class Lane:
         self.used = used
 
     def fill(self, tokens: int) -> bool:
-        """Read until so many tokens are buffered; return False where the document ends before."""
+        """Read until so many tokens are buffered; return False if the document ends before."""
         while sum(len(piece) for _, _, piece in self.held) - self.used < tokens:
             following = next(self.pieces, None)
             if following is None:
@@ -37,11 +37,11 @@ class Lane:
 
     @property
     def place(self) -> list[int]:
-        """Document, start of a piece of it, and number of used tokens of that piece."""
+        """Document, start of a piece in it, and number of used tokens of that piece."""
         return [*(self.held[0][:2] if self.held else (self.number, self.start)), self.used]
 
     def take(self, tokens: int) -> tuple[list[int], int, int]:
-        """Take so many tokens; return them with the document and the piece in which they start."""
+        """Take so many tokens, and return them with the document and the piece in which they start."""
         number, start, _ = self.held[0]
         taken: list[int] = []
         while len(taken) < tokens:
@@ -95,13 +95,13 @@ class Windows:
             yield Sample(ids=ids, labels=ids, name=name, after=self._place())
 
     def _filled(self, lane: Lane, tokens: int) -> bool:
-        """Say whether the lane has a whole window, of one document or of several that are joined."""
+        """Return whether the lane has a whole window, from one document or from several that are joined."""
         while not lane.fill(tokens):
             self.barren += 1
             if self.barren > 2 * len(self.corpus) and not (self.pack and lane.held):
                 raise ConfigError(
                     f"no document is as long as a window of {tokens} tokens",
-                    "give longer texts, lower --length, or join them with --pack",
+                    "pass longer texts, lower --length, or join them with --pack",
                 )
             if not self.pack:
                 return False

@@ -136,7 +136,7 @@ def test_made_prompts_fit_their_length_and_hold_their_facts(plain):
 
 
 def test_a_text_without_sentences_is_refused(plain):
-    with pytest.raises(ConfigError, match="hardly a sentence"):
+    with pytest.raises(ConfigError, match="hardly any sentence"):
         babilong.samples("qa1", stories(STORIES, "made-up"), plain, 4096, 1, texts=["word " * 9000])
 
 

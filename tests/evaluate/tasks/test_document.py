@@ -36,7 +36,7 @@ def test_notes_stand_where_they_are_said_to_and_there_is_room_for_a_question(doc
 
 def test_what_has_no_room_for_the_notes_is_refused():
     tokenizer = tiny_lm.tokenizer()
-    with pytest.raises(ConfigError, match="a document of 100 tokens cannot be made of python-topics"):
+    with pytest.raises(ConfigError, match="a document of 100 tokens cannot be made from python-topics"):
         make_document(tokenizer, [tokenize(tokenizer, default_texts()[0])], 100)
 
 

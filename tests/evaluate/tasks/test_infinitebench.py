@@ -108,7 +108,7 @@ def test_files_come_before_what_is_made_and_lie_in_the_suites_folder(tmp_path, c
 def test_questions_without_an_answer_that_can_be_right_are_refused(chat, answer):
     """The score compares texts: whatever a model says to such a question, it would be wrong."""
     right = {"context": "c", "input": "i", "answer": ["12345"]}
-    with pytest.raises(ConfigError, match="record 2 has no answer that is a text"):
+    with pytest.raises(ConfigError, match="record 2 has no answer that is a string"):
         infinitebench.samples("passkey", [right, {"context": "c", "input": "i", **answer}], chat, 4096)
 
 

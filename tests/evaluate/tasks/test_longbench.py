@@ -122,7 +122,7 @@ def test_white_space_and_typing_errors_of_the_prompts_are_kept():
     ("task", "record", "problem"),
     [
         ("qasper", {"answers": ["x"]}, "record 1 has no field 'pred', but 'answers'"),
-        ("qasper", {"pred": None, "answers": ["x"]}, "'pred' of record 1 is not a text"),
+        ("qasper", {"pred": None, "answers": ["x"]}, "'pred' of record 1 is not a string"),
         ("qasper", {"pred": "x", "answers": "x"}, "'answers' of record 1 is not a list"),
         ("trec", {"pred": "x", "answers": ["x"], "all_classes": None}, "trec needs the names of all classes"),
         ("passage_retrieval_en", {"pred": "1", "answers": ["x"]}, "'x' names no paragraph"),
@@ -135,7 +135,7 @@ def test_what_is_no_prediction_of_the_task_is_refused(task, record, problem):
 
 def test_another_benchmarks_data_is_refused(chat):
     record = {"input": "document", "instructions": ["?"], "outputs": ["A"], "evaluation": "exam"}
-    with pytest.raises(ConfigError, match=r"record 1 has no field 'context', but 'input', .*: give LongBench's own"):
+    with pytest.raises(ConfigError, match=r"record 1 has no field 'context', but 'input', .*: pass LongBench's own"):
         longbench.samples("lcc", [record], chat, 4096)
 
 

@@ -9,7 +9,7 @@ import lzma
 import pytest
 
 from rpe3d.config import ConfigError
-from rpe3d.evaluate.tasks.predictions import append, kept, read_records
+from rpe3d.evaluate.tasks.predictions import Predictions, append, kept, read_records
 from rpe3d.evaluate.tasks.questions import load, load_texts
 
 RECORDS = [{"pred": "one\ntwo\u2028three\x85", "answers": ["ä"]}, {"pred": "", "answers": []}]
@@ -30,7 +30,7 @@ def test_lines_end_at_line_feeds_alone(tmp_path, name, opener):
         (b"\n \n", "is empty"),
         (b'{"a": 1}\n{"a": "\xff"}\n', r"line 2 of .* is not UTF-8 \(byte 7 is 0xff\)"),
         (b'{"a": 1}\n\n{"a": \n', "line 3 of .* is not JSON"),
-        (b"[1]\n", "line 1 of .* is no JSON object"),
+        (b"[1]\n", "line 1 of .* is not a JSON object"),
     ],
 )
 def test_what_is_no_record_is_named_by_its_line(tmp_path, raw, problem):
@@ -86,7 +86,10 @@ def test_without_a_folder_and_without_the_hub_the_same_is_said(monkeypatch):
         raise huggingface_hub.errors.LocalEntryNotFoundError("no network")
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", unreachable)
-    with pytest.raises(ConfigError, match="are not here and the hub does not give them: get the closed-ended tasks"):
+    with pytest.raises(
+        ConfigError,
+        match="are not on this machine and could not be downloaded: get the closed-ended tasks",
+    ):
         load("leval", "tpo", None)
 
 
@@ -99,3 +102,12 @@ def test_longbench_is_read_out_of_the_hubs_archive(tmp_path, monkeypatch):
         archive.writestr("data/lcc.jsonl", '{"context": "x"}\n{"context": "y"}\n')
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: str(tmp_path / "data.zip"))
     assert load("longbench", "lcc", None).records == [{"context": "x"}, {"context": "y"}]
+
+
+def test_a_prediction_without_its_number_is_refused(tmp_path):
+    earlier = Predictions(path=tmp_path / "p.jsonl", made_from="x")
+    earlier.append([{"index": 0, "pred": "a"}])
+    assert [record["index"] for record in earlier.kept()] == [0]
+    earlier.append([{"pred": "b"}])
+    with pytest.raises(ConfigError, match=r"line 2 of .*p\.jsonl is damaged: it has no 'index'"):
+        earlier.kept()

@@ -104,7 +104,7 @@ def test_questions_count_where_any_answer_is_named_and_the_rest_by_share():
 def test_what_does_not_fit_or_cannot_be_made_is_refused(words, monkeypatch):
     with pytest.raises(ConfigError, match="does not fit into 256 tokens"):
         ruler.samples("cwe", words, 256, 1, ESSAY)
-    with pytest.raises(ConfigError, match="ruler:qa_1 asks about data sets"):
+    with pytest.raises(ConfigError, match="ruler:qa_1 needs data sets"):
         ruler.samples("qa_1", words, 4096, 1, ESSAY)
     with pytest.raises(ConfigError, match="record 1 has no field 'outputs'"):
         ruler.score("vt", [{"pred": "x"}])

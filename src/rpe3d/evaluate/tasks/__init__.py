@@ -1,9 +1,9 @@
-"""What a model is asked: benchmarks with upstream's prompts and scores to the digit, and probes.
+"""The tasks of an evaluation: benchmarks with upstream's prompts and scores to the digit, and probes.
 
 Every suite is a module with the same parts: `TASKS`, `DEFAULT` (those of its paper, or of 3D-RPE's), `samples` (a
-task's prompts), `record` (a line of the predictions file, as upstream writes it) and `score` (of such lines, whoever
-wrote them). The probes `ppl`, `copy`, `passkey` and `longppl` are in `probes`, on top of `perplexity`,
-`retrieval` and `longppl`.
+task's prompts), `record` (a line of the predictions file, as upstream writes it) and `score` (of such lines, from any
+program). The probes `ppl`, `copy`, `passkey` and `longppl` are in `probes`, on top of `perplexity`, `retrieval` and
+`longppl`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rpe3d.config import ConfigError, choice
 SUITES = ("longbench", "leval", "ruler", "babilong", "kv", "infinitebench", "longbench-v2", "needle")
 PROBES = ("ppl", "passkey", "copy", "longppl")
 Task = tuple[str, str]
-"""A suite and a task of it; a probe is a suite with one nameless task, `ppl` with one for each folder of texts, too."""
+"""A suite and one of its tasks; a probe is a suite with one nameless task, and `ppl` also has one per text folder."""
 
 
 def suite(name: str) -> Any:

@@ -23,18 +23,18 @@ LEADERBOARD = TASKS[:5]
 """Tasks that upstream's leaderboard takes the mean of."""
 MAX_NEW: int = WORDS["max_new"]
 SAMPLES = 100
-HINT = 'give predictions in BABILong\'s format: a CSV, or JSONL, with "target", "output" and "question"'
-DATA_HINT = "give BABILong's own files, with input, question and target, or bAbI's"
+HINT = 'pass predictions in BABILong\'s format: a CSV, or JSONL, with "target", "output" and "question"'
+DATA_HINT = "pass BABILong's own files, with input, question and target, or bAbI's"
 SOURCE = "bAbI's qaN_*_test.txt (tasks_1-20_v1-2/en-10k), or the hub's RMT-team/babilong as qaN/4k.json"
 
 
 def largest(length: int) -> int:
-    """Return how many tokens of facts and text a context of `length` has: 3700 for 4k (data/create_tasks.py)."""
+    """Return how many tokens of facts and text fit a context of `length`: 3700 for 4k (data/create_tasks.py)."""
     return length // 1024 * 1000 - 300
 
 
 def render(task: str, context: str, question: str) -> str:
-    """Return the prompt with upstream's instruction, examples and format of the answer."""
+    """Return the prompt with upstream's instruction, examples and answer format."""
     words = {name: WORDS["tasks"][task][name] for name in ("instruction", "examples", "post_prompt")}
     return str(WORDS["template"].format(**words, context=context.strip(), question=question)).strip()
 
@@ -65,7 +65,7 @@ def samples(
 def _mixed(
     task: str, records: Sequence[Record], chat: Chat, length: int, count: int, seed: int, texts: Sequence[str]
 ) -> list[Record]:
-    """Return questions with their facts hidden in a text, which the prompt's words and the answer leave room for."""
+    """Return questions with their facts hidden in a text, which leaves room for the prompt's words and the answer."""
     asked = max((record["question"] for record in records), key=len)
     room = length - MAX_NEW - len(chat.encode(chat.wrap(render(task, "", asked))))
     size = min(largest(length), room)
@@ -89,7 +89,7 @@ def score(task: str, records: Sequence[Record]) -> Score:
 
 
 def _right(target: str, output: str, question: str, labels: set[str]) -> bool:
-    """Say whether the first sentence names the target alone, labels of the question aside (qa8 may have several)."""
+    """Return whether the first sentence names only the target, labels of the question aside (qa8 may have several)."""
     said = output.lower().split(".")[0].split("<context>")[0].split("<example>")[0]
     named = {label for label in labels if label in said} - {label for label in labels if label in question.lower()}
     wanted = target.lower()

@@ -1,7 +1,7 @@
-"""bAbI's questions, and their facts among the sentences of a text, as booydar/babilong mixes them.
+"""Mix the facts of bAbI's questions into the sentences of a text, as booydar/babilong does.
 
-Draws come in upstream's order, each from a generator of its own, here with a seed (upstream's texts and questions have
-none). Two things differ: the text is the user's instead of PG19, and its sentences end at a full stop, question or
+Draws come in upstream's order, each from its own generator, here with a seed (upstream's texts and questions have
+none). Two things differ: the text is the user's instead of PG19, and its sentences end at a full stop, question mark or
 exclamation mark instead of where nltk's Punkt ends them.
 """
 
@@ -19,11 +19,11 @@ from rpe3d.evaluate.tasks.predictions import Record
 from rpe3d.text import encode
 
 SHORTEST = 10
-"""Tokens of a sentence; shorter ones are left out."""
+"""Minimum number of tokens in a sentence; shorter ones are left out."""
 PER_FACT = 8
-"""Tokens of context for each line of a question's story; longer stories are left out."""
+"""Tokens of context per line of a question's story; longer stories are left out."""
 TRIES = 1000
-PLAIN = "give bAbI's own files: `1 Mary moved to the hall.`, questions with tabs before answer and facts"
+PLAIN = "pass bAbI's own files: `1 Mary moved to the hall.`, and questions with tabs before the answer and the facts"
 
 
 def stories(text: str, name: str) -> list[Record]:
@@ -48,22 +48,22 @@ def stories(text: str, name: str) -> list[Record]:
 
 @dataclass(kw_only=True)
 class Mixer:
-    """Facts in a text of `size` tokens, facts included."""
+    """Mixes facts into a text of `size` tokens, facts included."""
 
     tokenizer: Any
     texts: Sequence[str]
     size: int
     seed: int
     waiting: list[str] = field(default_factory=list)
-    """Sentences that the last sample left over."""
+    """Sentences left over from the last sample."""
 
     def __post_init__(self) -> None:
         self.drawn_texts, self.drawn_places = (np.random.default_rng(self.seed) for _ in range(2))
 
     def mixed(self, questions: Sequence[Record], count: int) -> list[Record]:
-        """Return `count` questions drawn by the seed, each with its facts in a text of its own.
+        """Return `count` questions drawn by the seed, each with its facts in a separate text.
 
-        The last question that is short enough is never drawn, as upstream counts them.
+        The last question that is short enough is never drawn, as in upstream's counting.
         """
         short = [one for one in questions if len(one["facts"]) + 1 <= self.size // PER_FACT]
         if len(short) < 2:
@@ -87,7 +87,7 @@ class Mixer:
         return {"input": whole.strip(), "question": question["question"], "target": question["target"]}
 
     def _sentences(self, size: int) -> list[list[int]]:
-        """Return sentences of `size` tokens together; the last is cut."""
+        """Return sentences of `size` tokens in total; the last is cut."""
         taken: list[list[int]] = []
         total = 0
         for _ in range(TRIES):
@@ -102,10 +102,10 @@ class Mixer:
                     taken[-1] = tokens[: len(tokens) - (total - size)] if total - size < len(tokens) else []
                     return taken
             self.waiting = self._more(size)
-        raise ConfigError("the haystack has hardly a sentence of ten tokens", "give prose with --texts")
+        raise ConfigError("the haystack has hardly any sentence of ten tokens", "pass prose to --texts")
 
     def _more(self, size: int) -> list[str]:
-        """Return the whole sentences of a stretch of text, from anywhere on."""
+        """Return the complete sentences of a stretch of text that starts anywhere."""
         text = self.texts[int(self.drawn_texts.choice(len(self.texts)))]
         text = text[int(self.drawn_texts.choice(len(text))) :]
         return re.split(r"(?<=[.!?])\s+", text[: size * 10])[1:-1]

@@ -1,4 +1,4 @@
-"""The words that a chat model expects around a prompt, as LongBench's and L-Eval's own scripts put them."""
+"""Wrap prompts in the words that a chat model expects, as LongBench's and L-Eval's own scripts do."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class Chat:
     form: str
 
     def encode(self, prompt: str) -> list[int]:
-        """Return the tokens that the model reads, with what its tokenizer adds by default."""
+        """Return the tokens that the model reads, with those its tokenizer adds by default."""
         return list(self.tokenizer(prompt, verbose=False).input_ids)
 
     def wrap(self, prompt: str, system: str = "") -> str:
-        """Return the prompt as a user's turn, up to where the assistant's begins.
+        """Return the prompt as a user's turn, up to where the assistant's turn begins.
 
-        Only a template has a place for `system`. Where it has none, that text opens the user's turn.
+        Only a template has a place for `system`. If it has none, that text opens the user's turn.
         """
         if self.form != TEMPLATE:
             before, after = FORMS[self.form].split("{prompt}")
@@ -56,7 +56,7 @@ class Chat:
 
     @cached_property
     def takes_system(self) -> bool:
-        """Whether the template has a place for a system turn: some refuse it, some leave it out."""
+        """Whether the template has a place for a system turn: some refuse it, some drop it."""
         from jinja2.exceptions import TemplateError
 
         try:
@@ -65,7 +65,7 @@ class Chat:
             return False
 
     def _rendered(self, prompt: str, system: str) -> str:
-        """Render a prompt by the template, without thinking where that can be switched off: only answers count."""
+        """Render a prompt with the template, with thinking switched off if possible: only answers count."""
         turns = [{"role": "system", "content": system}] if system else []
         turns.append({"role": "user", "content": prompt})
         thinks = "enable_thinking" in str(self.tokenizer.chat_template)
@@ -80,24 +80,24 @@ class Chat:
 
 
 def chat_of(form: str, tokenizer: Any, model: str) -> tuple[Chat, str | None]:
-    """Return the chat called `form` and notes for the user; `auto` goes by the model's name, as LongBench does."""
+    """Return the chat called `form` and a note for the user; `auto` goes by the model's name, as LongBench does."""
     note = None
     if check_form(form) == TEMPLATE and not tokenizer.chat_template:
         raise ConfigError(f"{model} has no chat template", f"choose another --chat: {', '.join(FORMS)}")
     if form == AUTO:
         form = _by_name(model.lower()) or (TEMPLATE if tokenizer.chat_template else "none")
         if form == "none":
-            note = f"{model} has no chat template, so prompts go in as they are; --chat llama2 makes a chat of them"
+            note = f"{model} has no chat template, so prompts are used as they are; --chat llama2 turns them into chats"
     return Chat(tokenizer=tokenizer, form=form), note
 
 
 def check_form(form: str) -> str:
-    """Refuse a form of chats that is not known, before there is a tokenizer."""
+    """Refuse an unknown chat form, before there is a tokenizer."""
     return choice("chat", form, [AUTO, TEMPLATE, *FORMS])
 
 
 def called(model: str) -> str:
-    """Return a model's own name: a hub snapshot's folder is a hash, two levels below the folder with the name."""
+    """Return a model's own name: the folder of a hub snapshot is a hash, two levels below the folder with the name."""
     path = Path(model).expanduser()
     real = path.resolve()
     if real.parent.name == "snapshots":

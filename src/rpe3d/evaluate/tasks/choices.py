@@ -1,4 +1,4 @@
-"""How likely a model finds each of some answers to a prompt."""
+"""Compute how likely a model finds each of several answers to a prompt."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from rpe3d.evaluate.tasks.chat import Chat
 
 @torch.no_grad()
 def log_likelihoods(model: Any, chat: Chat, prompt: str, answers: Sequence[str]) -> list[float]:
-    """Return the log-likelihood of each answer after the prompt, of the tokens in which answers differ.
+    """Return the log-likelihood of each answer after the prompt, over the tokens in which answers differ.
 
-    Tokens that all of them open or end with are left out. Where one token is left of each, which is the rule for
-    letters, one forward is enough for all of them.
+    Tokens that all answers begin or end with are left out. If one token of each is left, as is usual for letters, one
+    forward pass is enough for all of them.
     """
     rows = [chat.encode(prompt + answer) for answer in answers]
     shared = _shared(rows)
@@ -34,11 +34,11 @@ def log_likelihoods(model: Any, chat: Chat, prompt: str, answers: Sequence[str])
     else:
         found = [-float(token_nll(model, torch.tensor([row]), len(row) - shared).double().sum()) for row in rows]
     if not all(map(math.isfinite, found)):
-        raise ConfigError("the likelihood of a choice is not finite", "the model's likelihoods are NaN or infinite")
+        raise ConfigError("the likelihood of a choice is not finite", "check the model's weights and dtype")
     return found
 
 
 def _shared(rows: Sequence[Sequence[int]]) -> int:
-    """Return how many tokens all rows open with, at most all but one of the shortest."""
+    """Return how many tokens all rows begin with, at most all but one of the shortest."""
     same = takewhile(lambda tokens: len(set(tokens)) == 1, zip(*rows, strict=False))
     return min(sum(1 for _ in same), min(map(len, rows)) - 1)

@@ -1,7 +1,7 @@
-"""A document that is read once and then asked: its perplexity and what a model finds in it, in one forward.
+"""Read a document once and then ask about it: its perplexity and what a model finds in it, in one forward pass.
 
-Three notes are put into a text. The text is read with a cache; every question is then asked after it, from
-a copy of that cache, so that a question costs a few tokens instead of the whole document again.
+Three notes are put into a text. The text is read with a cache; every question is then asked after it, from a copy of
+that cache, so that a question costs a few tokens instead of the whole document again.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ asked for by its beginning: a small model continues better than it answers.
 
 @dataclass(frozen=True, kw_only=True)
 class Note:
-    """A note in a document: where it stands, what is asked for, and the tokens of the question and the right answer."""
+    """A note in a document: where it is, what is asked for, and the tokens of the question and the right answer."""
 
     depth: float
     key: str
@@ -71,7 +71,7 @@ def make_document(tokenizer: Any, texts: Sequence[Tokens], length: int, first: t
         lines.append(encode(tokenizer, f"\n\n{begins}{key}{ends}\n\n"))
     room = length - len(first) - sum(map(len, lines)) - max(len(n.question) + len(n.answer) for n in notes)
     if room < 1 or len(text.ids) < room:
-        raise ConfigError(f"a document of {length} tokens cannot be made of {text.name}", "choose another --length")
+        raise ConfigError(f"a document of {length} tokens cannot be made from {text.name}", "choose another --length")
     start = (len(text.ids) - room) // 2
     ids, parts, at = text.ids[start : start + room].tolist(), [list(first)], 0
     for note, line in zip(notes, lines, strict=True):
@@ -84,7 +84,7 @@ def make_document(tokenizer: Any, texts: Sequence[Tokens], length: int, first: t
 
 @torch.no_grad()
 def read(model: Any, tokens: Tensor) -> tuple[Tensor, Any]:
-    """Read a document; return the losses of all its tokens but the first, and the cache."""
+    """Read a document, and return the losses of all its tokens but the first, and the cache."""
     tokens = tokens[None].to(model.device)
     seen: list[Any] = []
     hook = model.get_decoder().register_forward_hook(lambda *call: seen.append(call[-1]))
@@ -97,9 +97,10 @@ def read(model: Any, tokens: Tensor) -> tuple[Tensor, Any]:
 
 @torch.no_grad()
 def ask(model: Any, cache: Any, note: Note) -> list[int]:
-    """Return the greedy answer after a document that was read, up to its first wrong token; the cache stays as it is.
+    """Return the greedy answer about a document, up to its first wrong token; the cache is left unchanged.
 
-    One forward over question and right answer, as `passkey_found`: as long as the model agrees, it has said that.
+    It runs one forward pass over question and right answer, as `passkey_found` does: as long as the model agrees, that
+    is what it says.
     """
     tokens = torch.tensor([note.question + note.answer[:-1]], device=model.device)
     logits = model(tokens, past_key_values=copy.deepcopy(cache), use_cache=True).logits
@@ -109,7 +110,7 @@ def ask(model: Any, cache: Any, note: Note) -> list[int]:
 
 
 def read_and_ask(bench: Bench, length: int) -> Found:
-    """Measure `ppl` and `passkey` of a comparison on one document: what the demo does."""
+    """Measure `ppl` and `passkey` of a comparison on one document, as the demo does."""
     document = make_document(bench.tokenizer, bench.texts, length, bench.first)
     began = time.perf_counter()
     losses, cache = read(bench.model, document.tokens)

@@ -1,4 +1,4 @@
-"""How much of something fits into a context, and where along it a task's samples hide what they ask for."""
+"""Fit as much as possible into a context, and spread what samples hide along it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 def most(fits: Callable[[int], bool], least: int) -> int | None:
-    """Return the largest number that fits, from `least` on; None where that does not. More must never fit better."""
+    """Return the largest number that fits, from `least` on, or None if `least` does not; more must never fit better."""
     if not fits(least):
         return None
     low, high = least, 2 * least + 1
@@ -19,7 +19,7 @@ def most(fits: Callable[[int], bool], least: int) -> int | None:
 
 
 def spread(count: int, depths: int) -> list[float]:
-    """Return where each of `count` samples lies, in [0, 1]: at `depths` places or fewer, evenly from end to end."""
+    """Return the depth of each of `count` samples, in [0, 1]: at most `depths` places, evenly from end to end."""
     places = min(count, depths)
     if places == 1:
         return [0.5] * count

@@ -1,4 +1,4 @@
-"""Greedy answers of a Hugging Face model, in padded batches."""
+"""Generate greedy answers with a Hugging Face model, in padded batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rpe3d.evaluate.tasks.chat import Chat
 from rpe3d.models.pieces import read_long
 
 Generator = Callable[[Sequence[str], int, bool], list[str]]
-"""Answers to prompts of at most so many tokens, cut at the first line break if asked: any engine can be one."""
+"""Returns answers to prompts, of at most so many tokens, cut at the first line break if asked: any engine will do."""
 
 
 def generator(model: Any, chat: Chat) -> Generator:

@@ -1,7 +1,7 @@
 """InfiniteBench's retrieval tasks (Zhang et al. 2024, arXiv 2402.13718): passkey, number string, key-value pairs.
 
 Upstream makes them at 128k tokens; here they fill a context of any length, from a seed. Its files can be given instead.
-Prompts are those that upstream asks open models with, bare: YaRN-Mistral, Yi and ChatGLM3 get no chat words.
+Prompts are those that upstream gives to open models, without chat words, as for YaRN-Mistral, Yi and ChatGLM3.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ TASKS = tuple(WORDS["tasks"])
 DEFAULT = TASKS
 SAMPLES = {"passkey": 590, "number_string": 590, "kv_retrieval": 500}
 DEPTHS = 59
-"""Places of the key in the grass, ten samples at each."""
-HINT = 'give predictions in InfiniteBench\'s format: {"prediction": ..., "ground_truth": ...}'
-DATA_HINT = "give InfiniteBench's own files, with context, input and answer in each line"
+"""Number of places for the key in the filler, with ten samples at each."""
+HINT = 'pass predictions in InfiniteBench\'s format: {"prediction": ..., "ground_truth": ...}'
+DATA_HINT = "pass InfiniteBench's own files, with context, input and answer in each line"
 SEPARATORS = re.compile("[\n:\"'.,?!{}]")
 MISSING = "XXXXXXXXXX"
 
@@ -42,7 +42,7 @@ def render(task: str, context: str, question: str) -> str:
 def samples(
     task: str, records: Sequence[Record] | None, chat: Chat, length: int, limit: int | None = None, seed: int = 0
 ) -> list[Sample]:
-    """Return `limit` prompts (590, of pairs 500, without one) of upstream's records, or made from `seed`."""
+    """Return `limit` prompts (by default 590, or 500 for pairs) of upstream's records, or made from `seed`."""
     if records is not None:
         return _given(task, records, chat, length, limit)
     make = _pairs if task == "kv_retrieval" else _grass
@@ -50,7 +50,7 @@ def samples(
 
 
 def _given(task: str, records: Sequence[Record], chat: Chat, length: int, limit: int | None) -> list[Sample]:
-    """Return prompts of upstream's files, which lose their middle where they are longer than the context."""
+    """Return prompts of upstream's files, cut in the middle if they are longer than the context."""
     check_fields(records, {"context": str, "input": str}, DATA_HINT)
     made = []
     for number, one in enumerate(records[:limit], 1):
@@ -62,13 +62,13 @@ def _given(task: str, records: Sequence[Record], chat: Chat, length: int, limit:
         answer = one.get("answer")
         answer = answer[0] if isinstance(answer, list) and answer else answer
         if not isinstance(answer, str):  # nothing that a model says would be equal to it
-            raise ConfigError(f"record {number} has no answer that is a text", DATA_HINT)
+            raise ConfigError(f"record {number} has no answer that is a string", DATA_HINT)
         made.append(_sample(task, prompt, answer))
     return made
 
 
 def _grass(task: str, chat: Chat, length: int, count: int, seed: int) -> list[Sample]:
-    """Return prompts with a key in the grass, at 59 places or fewer from the beginning to the end."""
+    """Return prompts with a key in filler text, at 59 places or fewer from the beginning to the end."""
     words, noise = WORDS["tasks"][task], WORDS["noise"]
 
     def prompt(lines: int, before: int, key: str) -> str:
@@ -85,7 +85,7 @@ def _grass(task: str, chat: Chat, length: int, count: int, seed: int) -> list[Sa
 
 
 def _key(task: str, draw: random.Random) -> str:
-    """Return five digits, and for a number string each of five more is a digit beside its equal, drawn as upstream."""
+    """Return five digits; for a number string, five more are drawn, each next to its equal, as upstream draws them."""
     digits = [str(draw.randint(0, 9)) for _ in range(5)]
     for number in range(5 if task == "number_string" else 0):
         place = draw.randint(0, 5 + number - 1)
@@ -94,7 +94,7 @@ def _key(task: str, draw: random.Random) -> str:
 
 
 def _pairs(task: str, chat: Chat, length: int, count: int, seed: int) -> list[Sample]:
-    """Return prompts with a JSON object; the pair that is asked for moves through it from sample to sample."""
+    """Return prompts with a JSON object; the requested pair moves through it from sample to sample."""
 
     def prompt(pairs: Pairs, key: str) -> str:
         data = ", ".join(f'"{name}": "{value}"' for name, value in pairs)
@@ -141,7 +141,7 @@ def record(sample: Sample, said: Sequence[str]) -> dict[str, Any]:
 
 
 def score(task: str, records: Sequence[Record]) -> Score:
-    """Return the percentage of right answers: the first number in them, or the value among their words."""
+    """Return the percentage of right answers: the first number in an answer, or the value among its words."""
     said = "prediction" if "prediction" in records[0] else "pred"
     gold = "ground_truth" if "ground_truth" in records[0] else "label"
     check_fields(records, {said: str}, HINT)

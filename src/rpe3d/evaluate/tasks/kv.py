@@ -1,7 +1,7 @@
-"""Key-value retrieval (Liu et al. 2023, arXiv 2307.03172, Lost in the Middle): one of many random keys is looked up.
+"""Key-value retrieval (Liu et al. 2023, arXiv 2307.03172, Lost in the Middle): look up one of many random keys.
 
-Records are made from a seed as upstream's script makes them, or are those of upstream's files. As in its experiments
-the key lies at one of five places: 0, 34, 69, 104 and 139 of 140 keys.
+Records are made from a seed as in upstream's script, or read from upstream's files. As in its experiments, the key is
+at one of five places: 0, 34, 69, 104 and 139 of 140 keys.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ DEFAULT = ("fill",)
 SAMPLES = 500
 PLACES = 5
 MAX_NEW: int = WORDS["max_new"]
-HINT = 'give predictions in upstream\'s format: {"value": ..., "model_answer": ...}'
-DATA_HINT = "give upstream's own files, with ordered_kv_records, key and value in each line"
+HINT = 'pass predictions in upstream\'s format: {"value": ..., "model_answer": ...}'
+DATA_HINT = "pass upstream's own files, with ordered_kv_records, key and value in each line"
 
 Pairs = list[tuple[str, str]]
 
 
 def render(pairs: Sequence[Sequence[str]], key: str) -> str:
-    """Return the prompt: a JSON object, a pair on each line, and the key."""
+    """Return the prompt: a JSON object with one pair per line, and the key."""
     lines = ",\n ".join(f'"{name}": "{value}"' for name, value in pairs)
     return str(WORDS["template"].format(formatted_kv_records="{" + lines + "}", key=key))
 
@@ -64,7 +64,7 @@ def samples(
 
 
 def _depths(count: int) -> list[Fraction]:
-    """Return where the key of each sample lies: five places in turn, fewer where there are fewer samples."""
+    """Return the place of each sample's key: five places in turn, or fewer if there are fewer samples."""
     places = min(count, PLACES)
     if places == 1:
         return [Fraction(1, 2)]
@@ -82,7 +82,7 @@ def _read(record: Record, number: int) -> tuple[Pairs, tuple[str, str]]:
 
 
 def _most(chat: Chat, length: int, seed: int) -> int:
-    """Return how many pairs fit into a context, as the first that the seed draws have them."""
+    """Return how many pairs fit into a context, judged by the first that the seed draws."""
 
     def fits(count: int) -> bool:
         pairs, (key, _) = drawn(random.Random(seed), count)
@@ -123,7 +123,7 @@ def record(sample: Sample, said: Sequence[str]) -> dict[str, Any]:
 
 
 def score(task: str, records: Sequence[Record]) -> Score:
-    """Return the percentage of answers with the value in them, whatever its case."""
+    """Return the percentage of answers that contain the value, ignoring case."""
     check_fields(records, {"value": str, "model_answer": str}, HINT)
     right = [float(one["value"].lower() in one["model_answer"].lower()) for one in records]
     empty = sum(not one["model_answer"].strip() for one in records)

@@ -18,14 +18,14 @@ from rpe3d.evaluate.tasks.sample import Sample
 WORDS = json.loads((files(__package__) / "data" / "leval.json").read_text(encoding="utf-8"))
 TASKS = tuple(WORDS["system"])
 DEFAULT = ("coursera", "quality", "codeU", "gsm100", "tpo")
-"""The paper's Table 2."""
+"""Tasks of the paper's Table 2."""
 CONTINUED = ("gsm100", "codeU")
-"""Tasks whose prompt is left open, for the model to go on as the examples do."""
+"""Tasks whose prompt is left open for the model to continue, as the examples do."""
 MAX_NEW = 512
 STEP = 250
 KEY = "rpe3d_pred"
-HINT = 'give predictions in L-Eval\'s format: {"query": ..., "gt": ..., "MODEL_pred": ..., "evaluation": "exam"}'
-DATA_HINT = "give L-Eval's own files, with input, instructions, outputs and evaluation in each line"
+HINT = 'pass predictions in L-Eval\'s format: {"query": ..., "gt": ..., "MODEL_pred": ..., "evaluation": "exam"}'
+DATA_HINT = "pass L-Eval's own files, with input, instructions, outputs and evaluation in each line"
 SOURCE = "the closed-ended tasks (Exam) of the hub's data set L4NLP/LEval"
 
 
@@ -38,7 +38,7 @@ def longest(length: int) -> int:
 
 
 def truncated(task: str, document: str, chat: Chat, most: int) -> str:
-    """Shorten a document that is too long to its first words, 250 fewer at each try; for code, to its last."""
+    """Shorten a document that is too long to its first words, 250 fewer at each try; for code, to its last words."""
     cut = 0
     while len(chat.encode(document)) > most:
         words = document.split(" ")
@@ -50,8 +50,8 @@ def truncated(task: str, document: str, chat: Chat, most: int) -> str:
 def message(task: str, document: str, question: str, chat: Chat) -> tuple[str, str]:
     """Return the prompt, and the words around the document, which are all that upstream stores.
 
-    For Llama 2 and Vicuna as their scripts have it, where a prompt goes through `str.format` as a whole; for other
-    models the words of Llama 2's script in the model's own chat template, or bare.
+    For Llama 2 and Vicuna they are as in their scripts, where the whole prompt goes through `str.format`; other models
+    get the words of Llama 2's script in their own chat template, or bare.
     """
     system = WORDS["system"][task]
     asks = WORDS["question"]["vicuna" if chat.form == "vicuna" else "llama2"]
@@ -106,7 +106,7 @@ def samples(
 
 
 def _fact(question: str, chat: Chat) -> str:
-    """Return the second question of sci_fi, on the real world, without the document."""
+    """Return the second question of sci_fi, about the real world, without the document."""
     fact = WORDS["fact"]
     return str(question.replace(fact["from"], fact["to"]) + fact["vicuna" if chat.form == "vicuna" else "llama2"])
 
@@ -142,7 +142,7 @@ def score(task: str, records: Sequence[Record]) -> Score:
 
 
 def _pairs(task: str, gold: str, said: str) -> list[tuple[str, str]]:
-    """Reduce answer and gold to what the task is after, which is compared."""
+    """Reduce answer and gold to the part that the task compares."""
     if task in ("coursera", "quality", "tpo"):
         return [(_letters(said, several=task == "coursera"), re.sub("[^A-D]", "", gold.split()[0]) or "A")]
     if task == "gsm100":
@@ -155,7 +155,7 @@ def _pairs(task: str, gold: str, said: str) -> list[tuple[str, str]]:
 
 
 def _match(said: str, gold: str) -> float:
-    """Score 1 where equal; of several letters, 0.25 for some of the right ones; else as numbers, or the gold inside."""
+    """Return 1 if equal; for letters, 0.25 for some of the right ones; else compare as numbers, or find gold inside."""
     choice, right = normalized(said), normalized(gold)
     if set(right) <= set("ABCD"):
         return 1.0 if choice == right else 0.25 if set(choice) <= set(right) else 0.0
@@ -166,9 +166,9 @@ def _match(said: str, gold: str) -> float:
 
 
 def _letters(said: str, several: bool) -> str:
-    """Return the options that an answer chooses: the first letter in ABCD, or for `several` those in front, or listed.
+    """Return the options that an answer chooses: the first letter in ABCD, or for `several` the leading or listed ones.
 
-    Without any it is A, and None for an answer without a word.
+    The result is "A" if there is none, and "None" for an answer without a word.
     """
     if not said.strip():
         return "None"
@@ -218,7 +218,7 @@ def _output(said: str, words: int) -> str:
 
 
 def _judgements(text: str) -> list[str]:
-    """Part an answer into its judgements on the story and on the fact."""
+    """Split an answer into its judgements on the story and on the fact."""
     parts = text.lower().split("[fact:")
     return [parts[0].strip(), parts[1][:-1].strip()]
 

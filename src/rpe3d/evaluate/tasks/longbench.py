@@ -16,14 +16,14 @@ from rpe3d.evaluate.tasks.sample import Sample
 
 FEW_SHOT = ("trec", "triviaqa", "samsum", "lsht")
 CODE = ("lcc", "repobench-p")
-HINT = 'give predictions in LongBench\'s format: {"pred": ..., "answers": [...], "all_classes": ..., "length": ...}'
-DATA_HINT = "give LongBench's own files, with context, input, answers, all_classes and length in each line"
+HINT = 'pass predictions in LongBench\'s format: {"pred": ..., "answers": [...], "all_classes": ..., "length": ...}'
+DATA_HINT = "pass LongBench's own files, with context, input, answers, all_classes and length in each line"
 SOURCE = "`data.zip` of the hub's data set THUDM/LongBench"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSpec:
-    """A task as the data file has it."""
+    """A task as the data file defines it."""
 
     category: str
     metric: str
@@ -38,7 +38,7 @@ def _tasks() -> dict[str, TaskSpec]:
 
 TASKS = _tasks()
 DEFAULT = tuple(name for name, task in TASKS.items() if task.category != "Chinese")
-"""The paper's sixteen."""
+"""The paper's sixteen tasks."""
 
 
 def longest(length: int) -> int:
@@ -47,9 +47,9 @@ def longest(length: int) -> int:
 
 
 def render(task: str, record: Record, chat: Chat, most: int, authors: bool = False) -> str:
-    """Return the prompt, cut in the middle to `most` tokens, decoded again, and then put into the chat's words.
+    """Return the prompt, cut in the middle to `most` tokens, decoded again, and then wrapped in the chat's words.
 
-    Few-shot and code tasks get no chat words; the 3D-RPE authors' own script gives them to code (`authors`).
+    Few-shot and code tasks get no chat words; the 3D-RPE authors' own script adds them to code tasks (`authors`).
     """
     prompt = TASKS[task].prompt.format(context=record["context"], input=record["input"])
     ids = chat.encode(prompt)
@@ -91,6 +91,9 @@ def score(task: str, records: Sequence[Record]) -> Score:
     classes = records[-1].get("all_classes") or ()  # upstream takes the last line's for all
     if TASKS[task].metric == "classification" and not classes:
         raise ConfigError(f"{task} needs the names of all classes, and `all_classes` has none", HINT)
+    named = isinstance(classes, (list, tuple)) and all(isinstance(name, str) for name in classes)
+    if TASKS[task].metric == "classification" and not named:
+        raise ConfigError(f"`all_classes` of record {len(records)} is not a list of texts", HINT)
     total = 0.0
     for one in records:
         said = one["pred"].lstrip("\n").split("\n")[0] if task in FEW_SHOT else one["pred"]

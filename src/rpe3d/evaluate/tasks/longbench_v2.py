@@ -2,7 +2,7 @@
 
 Both ask with upstream's zero-shot prompt, cut in the middle as upstream cuts it. `generation` is upstream's protocol,
 greedy. `choices` takes the likeliest of the four answers that the prompt asks for, so that a small model that does not
-keep to their form has an answer as well.
+follow their form still has an answer.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ KEPT = ("_id", "domain", "sub_domain", "difficulty", "length", "answer")
 KINDS = ("difficulty", "length", "domain")
 ANSWER = "The correct answer is ({letter})"
 LETTERS = "ABCD"
-HINT = 'give predictions in LongBench v2\'s format: {"judge": true, "difficulty": ..., "length": ..., "domain": ...}'
-DATA_HINT = "give LongBench v2's own file, with context, question, choice_A to choice_D and answer in each record"
+HINT = 'pass predictions in LongBench v2\'s format: {"judge": true, "difficulty": ..., "length": ..., "domain": ...}'
+DATA_HINT = "pass LongBench v2's own file, with context, question, choice_A to choice_D and answer in each record"
 SOURCE = "`data.json` of the hub's data set THUDM/LongBench-v2"
 
 
@@ -36,7 +36,7 @@ def longest(length: int) -> int:
 
 
 def render(record: Record, chat: Chat, most: int) -> str:
-    """Return the prompt, cut in the middle to `most` tokens and decoded again, before the chat's words come around."""
+    """Return the prompt, cut in the middle to `most` tokens and decoded again, before the chat's words are added."""
     prompt = str(WORDS["template"])
     parts = {"$DOC$": "context", "$Q$": "question", **{f"$C_{letter}$": f"choice_{letter}" for letter in LETTERS}}
     for mark, name in parts.items():
@@ -48,7 +48,7 @@ def render(record: Record, chat: Chat, most: int) -> str:
 
 
 def samples(task: str, records: Sequence[Record], chat: Chat, length: int, limit: int | None = None) -> list[Sample]:
-    """Return the first `limit` questions for a context of `length` tokens, which has room for chat and answer, too."""
+    """Return the first `limit` questions for a context of `length` tokens, with room for chat and answer."""
     most = min(longest(length), length - WORDS["max_new"] - len(chat.encode(chat.wrap(""))))
     if most < 500:
         raise ConfigError(f"LongBench v2 has no room in a context of {length}", "raise --length to 1k or more")

@@ -1,13 +1,13 @@
 """LongPPL: the perplexity of a text's key tokens, which need the far context (Fang et al., arXiv 2410.23771).
 
-A token is key where an evaluator finds it likely with the whole text before it, and unlikely with a truncated context:
+A token is key if an evaluator finds it likely with the whole text before it, and unlikely with a truncated context:
 loss_short - loss_full > α (the paper's LSD) and loss_full < β (its LCL > -β), α = β = 2 nats. LongPPL of a model is exp
 of its mean loss over the key tokens of all texts. As in upstream's code (PKU-ML/LongPPL), truncated contexts start
-every `step` tokens, and each scores the `step` tokens after its first `short`: 4096 and 1024. The first `short` tokens
+every `step` tokens, and each scores the `step` tokens after its first `short` (1024 and 4096). The first `short` tokens
 of a window are never key.
 
-Truncated contexts open with the same BOS token as whole windows. Upstream's do not, which makes text look unlikely to
-a model that rests its attention on BOS.
+Truncated contexts open with the same BOS token as whole windows. Upstream's do not, which makes text look unlikely to a
+model that puts much of its attention on BOS.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ALPHA = 2.0
 BETA = 2.0
 SHORT = 4096
 FEWEST = 30
-"""Key tokens that a row needs for a number: below it a few words decide."""
+"""Minimum number of key tokens for a row to have a value: with fewer, a few words decide."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ def truncation(pretrained: int) -> Truncation:
 
 
 def check_far(lengths: Sequence[int], cut: Truncation) -> None:
-    """Refuse lengths without far context: all their tokens are within the truncated one."""
+    """Refuse lengths without far context: all their tokens lie within the truncated one."""
     if min(lengths) <= cut.short:
         raise ConfigError(
             f"longppl needs windows longer than the truncated context of {cut.short} tokens, got {min(lengths)}",

@@ -1,4 +1,4 @@
-"""One row: a task's predictions, batch by batch, and their score; or a probe's measure."""
+"""Measure one row: predict a task batch by batch and score it, or run a probe."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from rpe3d.evaluate.texts import Text, check_tokens, tokenize
 from rpe3d.text import opening
 
 Advance = Callable[[float], None]
-"""Called with the part of a row that is done."""
+"""Called with the share of a row that is done."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Means:
-    """What every row is made with."""
+    """What every row is measured with."""
 
     model: Any
     chat: Chat
@@ -38,16 +38,16 @@ class Means:
     ask: Ask
     data: Mapping[Task, Data]
     texts: Mapping[Task, Sequence[Text]]
-    """Of `ppl` and `copy`, and haystacks."""
+    """Texts of `ppl` and `copy`, and haystacks."""
     ranks: Ranks
     keys: Keys = field(default_factory=dict)
     """LongPPL's key tokens by length."""
     last: dict[tuple[Task, int], list[Sample]] = field(default_factory=dict)
-    """The questions that were made last: other laws are asked the same, and RULER's take a minute to make."""
+    """The questions made last: other laws are asked the same ones, and RULER's take a minute to make."""
 
 
 def samples_of(means: Means, task: Task, length: int) -> list[Sample]:
-    """Return the samples of a task, as many as asked for."""
+    """Return the samples of a task, as many as requested."""
     if (task, length) not in means.last:
         means.last.clear()
         means.last[task, length] = _samples(means, task, length)
@@ -65,7 +65,7 @@ def _samples(means: Means, task: Task, length: int) -> list[Sample]:
     data = means.data.get(task)
     records = data and data.at.get(length, data).records
     if data is not None and not records:
-        raise ConfigError(f"{data.name} has no questions of length {length}", "give a --length that has a file")
+        raise ConfigError(f"{data.name} has no questions of length {length}", "choose a --length that has a file")
     more: list[Any] = [ask.authors] if group in ("longbench", "leval") else []
     if group in ("babilong", "kv", "infinitebench"):
         more = [ask.seed, texts] if group == "babilong" else [ask.seed]
@@ -74,9 +74,10 @@ def _samples(means: Means, task: Task, length: int) -> list[Sample]:
 
 
 def predict(means: Means, task: Task, length: int, file: Predictions | None, advance: Advance) -> Score:
-    """Score a task. The first process writes predictions to `file` batch by batch; those already there are not redone.
+    """Score a task. The first process writes predictions to `file` batch by batch; existing ones are not redone.
 
-    The longest prompts come first: what does not fit into memory shows at once, and prompts of a batch are alike.
+    The longest prompts come first: whatever does not fit into memory fails at once, and prompts of a batch have similar
+    lengths.
     """
     group, name = task
     samples = samples_of(means, task, length)
@@ -122,14 +123,14 @@ def _records(means: Means, samples: Sequence[Sample], task: Task, batches: Seque
 
 
 def _likeliest(means: Means, task: Task, sample: Sample) -> Record:
-    """Answer with the likeliest of a sample's choices, and keep how likely each is."""
+    """Answer with the likeliest of a sample's choices, and record how likely each is."""
     found = log_likelihoods(means.model, means.chat, sample.prompts[0], sample.choices)
     said = sample.choices[found.index(max(found))]
     return {**suite(task[0]).record(sample, [said]), "log_likelihoods": [round(one, 6) for one in found]}
 
 
 def probe(means: Means, task: Task, length: int, file: Predictions | None, advance: Advance) -> Score:
-    """Measure perplexity, copying, passkeys or LongPPL as `rpe3d compare` does; `file` keeps what each trial gave."""
+    """Measure perplexity, copying, passkeys or LongPPL as `rpe3d compare` does; `file` keeps each trial's result."""
     group, _ = task
     texts = [tokenize(means.chat.tokenizer, text) for text in means.texts.get(task, ())]
     if group in ("ppl", "longppl"):
@@ -151,7 +152,7 @@ def probe(means: Means, task: Task, length: int, file: Predictions | None, advan
     chosen, protocol = PROBES[group], means.ask.protocol
     told = chosen.told(merged(means.ranks.together(lambda: chosen.measure(bench, length))), length, protocol)
     if told is None:
-        raise ConfigError(f"{title(task)} gave no finite number", "the model's likelihoods are NaN or infinite")
+        raise ConfigError(f"{title(task)} gave no finite number", "check the model's weights and dtype")
     if told.get("long_ppl", 0.0) is None:
         raise ConfigError(f"longppl has {told['key_tokens']} key tokens, fewer than {FEWEST}", "raise --windows")
     trials = told[chosen.kind]

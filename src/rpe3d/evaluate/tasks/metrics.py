@@ -1,7 +1,7 @@
 """LongBench's metrics of one prediction against one reference, to the digit, whatever other packages are installed.
 
-Where upstream's result depends on the machine (fuzzywuzzy with or without python-Levenshtein), these are the numbers
-that were published. Only Chinese words need a package, jieba, and are refused without it.
+If upstream's result depends on the machine (fuzzywuzzy with or without python-Levenshtein), these are the published
+numbers. Only Chinese words need a package, jieba, and are refused without it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rpe3d.config import ConfigError
 from rpe3d.evaluate.tasks.rouge import DEPTH, rouge_l
 
 Metric = Callable[[str, str, Sequence[str]], float]
-"""Of a prediction, a reference, and the names of all classes; in [0, 1]."""
+"""Function of a prediction, a reference and the names of all classes, with values in [0, 1]."""
 
 # As upstream has it, gaps included: it takes 《 for a letter.
 CHINESE_PUNCTUATION = (
@@ -31,7 +31,7 @@ ALL_PUNCTUATION = frozenset(string.punctuation + CHINESE_PUNCTUATION)
 
 
 def normalized(text: str) -> str:
-    """Drop punctuation, articles and superfluous white space (SQuAD's normalisation, letters as they are)."""
+    """Drop punctuation, articles and superfluous white space (SQuAD's normalisation, but case is kept)."""
     bare = "".join(letter for letter in text if letter not in PUNCTUATION)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split())
 
@@ -52,15 +52,15 @@ def rouge(prediction: str, reference: str, classes: Sequence[str] = ()) -> float
 
 
 def rouge_zh(prediction: str, reference: str, classes: Sequence[str] = ()) -> float:
-    """Return ROUGE-L of Chinese words. Upstream has one more function on the way, so `rouge` has one call less."""
+    """Return ROUGE-L of Chinese words. Upstream calls it through one more function, so `rouge` has one call less."""
     return rouge_l(" ".join(chinese_words(prediction)), " ".join(chinese_words(reference)), DEPTH - 1)
 
 
 def classification(prediction: str, reference: str, classes: Sequence[str]) -> float:
     """Return one over the number of class names in the prediction, if the right one is among them.
 
-    Names that are part of the right one are dropped, but upstream drops them from the list that it walks through, so
-    that the name after a dropped one stays unseen: kept, for the scores depend on it.
+    Names that are part of the right one are dropped, but upstream drops them from the list that it iterates over, so
+    that the name after a dropped one is skipped: we keep this, since the scores depend on it.
     """
     named = [name for name in classes if name in prediction]
     for name in named:
@@ -86,9 +86,9 @@ def retrieval_zh(prediction: str, reference: str, classes: Sequence[str] = ()) -
 
 
 def code_similarity(prediction: str, reference: str, classes: Sequence[str] = ()) -> float:
-    """Similarity of the first line without "`", "#" or "//", be it blank, in whole percents.
+    """Return the similarity of the first line without "`", "#" or "//", even if it is blank, in whole percent.
 
-    What fuzzywuzzy's `ratio` is without python-Levenshtein; with it LongAlpaca's lcc is 59.82 instead of 57.61.
+    This is fuzzywuzzy's `ratio` without python-Levenshtein; with it LongAlpaca's lcc is 59.82 instead of 57.61.
     """
     lines = prediction.lstrip("\n").split("\n")
     line = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
@@ -106,13 +106,13 @@ def chinese_words(text: str) -> list[str]:
 
 @cache
 def _jieba() -> Any:
-    """Load jieba with its own dictionary, read from the package: its cache file lies where anybody may write."""
+    """Load jieba with its own dictionary, read from the package: its cache file is in a world-writable place."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of Python 3.12, and of setuptools, at what jieba was written like
             import jieba
     except ImportError:
-        raise ConfigError("Chinese is scored by its words, which needs jieba", "pip install 'rpe3d[eval]'") from None
+        raise ConfigError("scoring Chinese by words needs jieba", "pip install 'rpe3d[eval]'") from None
     cutter = jieba.Tokenizer()
     cutter.FREQ, cutter.total = cutter.gen_pfdict(cutter.get_dict_file())
     cutter.initialized = True
@@ -134,5 +134,5 @@ def _f1(prediction: list[str], reference: list[str]) -> float:
 def _paragraph(pattern: str, reference: str) -> str:
     found = re.search(pattern, reference)
     if found is None:
-        raise ConfigError(f"{reference!r} names no paragraph", "give predictions of a retrieval task")
+        raise ConfigError(f"{reference!r} names no paragraph", "pass predictions of a retrieval task")
     return found[1]

@@ -1,4 +1,4 @@
-"""A needle in a haystack at every depth (after Kamradt 2023): RULER's needle, at places that are given, not drawn.
+"""A needle in a haystack at every depth (after Kamradt 2023): RULER's needle, at given instead of random places.
 
 Words, haystack and score are those of RULER's niah_single_2: a number for a word, hidden in a text. Samples go through
 eleven depths from the first sentence to the last, so that rows of several lengths make a heat map.

@@ -1,12 +1,12 @@
-"""Perplexity: which windows of which texts are scored, and how their losses become one number.
+"""Compute perplexity: which windows of which texts are scored, and how their losses become one number.
 
-`windows` is ours: whole windows spread evenly over the texts, every predicted token counts the same. The two published
+`windows` is ours: whole windows spread evenly over the texts, every predicted token counts equally. The two published
 sliding windows have a stride of 256. `overlap_mean` (ChunkLlama, LongLoRA): all texts as one stream, the mean over
-windows of the mean over all their targets. `sliding_new_tokens` (Press et al., as YaRN's code has it): text by text,
-only tokens that no window before has scored count, the mean over windows again. Their numbers cannot be compared.
+windows of the mean over all their targets. `sliding_new_tokens` (Press et al., as in YaRN's code): text by text, only
+tokens that no earlier window has scored count, again the mean over windows. Their numbers are not comparable.
 
-A window has `length` tokens with its first one, which is not predicted. Where the tokenizer opens a text with a BOS
-token by default, every window opens with it, except in `overlap_mean`, whose stream has none.
+A window has `length` tokens including its first, which is not predicted. If the tokenizer opens a text with a BOS token
+by default, every window opens with it, except in `overlap_mean`, whose stream has none.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WINDOWS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """Tokens for one forward, where they are from, and how many of them, counted from the end, are scored."""
+    """Tokens for one forward pass, where they come from, and how many of them, counted from the end, are scored."""
 
     text: str
     start: int
@@ -48,7 +48,7 @@ class Window:
 
 @dataclass(frozen=True, kw_only=True)
 class Losses:
-    """What one window gave: mean losses of all scored tokens and of the tail, and sums by position."""
+    """Result of one window: mean losses of all scored tokens and of the tail, and sums by position."""
 
     nll: float
     tail_nll: float
@@ -62,9 +62,9 @@ First = tuple[int, ...]
 
 
 def whole_windows(texts: Sequence[Tokens], length: int, count: int | None, first: First) -> list[Window]:
-    """Return `count` windows: texts take turns, and each window sits in the middle of an equal share of its text.
+    """Return `count` windows: texts take turns, and each window is in the middle of an equal share of its text.
 
-    Texts shorter than a window have none. Windows of a short text overlap when many are asked for.
+    Texts shorter than a window have none. Windows of a short text overlap if many are requested.
     """
     count = WINDOWS if count is None else count
     usable = _long_enough(texts, length, first)
@@ -80,7 +80,7 @@ def whole_windows(texts: Sequence[Tokens], length: int, count: int | None, first
 
 
 def overlapping_windows(texts: Sequence[Tokens], length: int, count: int | None, first: First) -> list[Window]:
-    """Return windows of one stream at multiples of the stride, without the window that would end it, as published."""
+    """Return windows of one stream at multiples of the stride, except one that would end the stream, as published."""
     stream = torch.cat([text.ids for text in texts])
     starts = [0]
     for text in texts[:-1]:
@@ -130,23 +130,23 @@ PROTOCOLS: dict[str, Callable[[Sequence[Tokens], int, int | None, First], list[W
 
 
 def bucket_width(length: int) -> int:
-    """Return how many positions share a bucket of the curve: 64 buckets, of 128 positions or more."""
+    """Return the number of positions per bucket of the curve: 64 buckets, of 128 positions or more."""
     return max(128, math.ceil(length / 64))
 
 
 def tail_of(length: int) -> int:
-    """Return how many tokens a window's tail has: 4096, or half of a shorter window."""
+    """Return the number of tokens in a window's tail: 4096, or half of a shorter window."""
     return min(TAIL, length // 2)
 
 
 def score(model: Any, windows: Sequence[Window], length: int) -> list[Losses]:
-    """Score windows of equal length in one forward. The tail counts scored tokens alone."""
+    """Score windows of equal length in one forward pass. The tail counts only scored tokens."""
     losses = token_nll(model, torch.stack([w.tokens for w in windows]), max(w.scored for w in windows)).double().cpu()
     return [score_losses(row[-window.scored :], window, length) for row, window in zip(losses, windows, strict=True)]
 
 
 def score_losses(losses: Tensor, window: Window, length: int) -> Losses:
-    """Sum up the losses of a window's scored tokens: as a whole, of its tail, and by position."""
+    """Sum the losses of a window's scored tokens: over all, over its tail, and by position."""
     end = len(window)
     width = bucket_width(length)
     buckets = torch.arange(end - window.scored, end) // width
@@ -163,7 +163,7 @@ def score_losses(losses: Tensor, window: Window, length: int) -> Losses:
 
 
 def mean_nll(scores: Sequence[Losses], protocol: str = "windows") -> tuple[float, float]:
-    """Return the mean loss of all windows and of their tails: by tokens, or in the published protocols by windows."""
+    """Return the mean loss of all windows and of their tails: by tokens, or by windows in the published protocols."""
     by_token = protocol == "windows"
     weights = [(s.scored, s.tail) if by_token else (1, 1) for s in scores]
     whole = sum(s.nll * w for s, (w, _) in zip(scores, weights, strict=True)) / sum(w for w, _ in weights)
@@ -206,7 +206,7 @@ def perplexity(
     batch: int = 1,
     first: First = (),
 ) -> float:
-    """Return exp of the mean loss over windows of `length` tokens, each of which opens with `first` (BOS)."""
+    """Return exp of the mean loss over windows of `length` tokens, each of which begins with `first` (BOS)."""
     cut = PROTOCOLS[protocol](texts, length, windows, first)
     scores = [s for group in batches(cut, batch) for s in score(model, group, length)]
     return math.exp(mean_nll(scores, protocol)[0])

@@ -1,4 +1,4 @@
-"""Files of records, one JSON object a line (or CSV): every line is checked, and a kill loses one at most."""
+"""Read and write files of records, one JSON object per line (or CSV): lines are checked, a kill loses at most one."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from rpe3d.evaluate.origin import START_OVER
 from rpe3d.text import reading
 
 Record = Mapping[str, Any]
-KINDS = {str: "a text", list: "a list", int: "a number", bool: "true or false"}
+KINDS = {str: "a string", list: "a list", int: "a number", bool: "true or false"}
 Parts = dict[str, dict[str, tuple[float, int]]]
 """Scores of some of a task's samples with their number, such as {"difficulty": {"easy": (25.0, 4)}}."""
 NOT_AVAILABLE = {"", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN", "<NA>",
                  "N/A", "NA", "NULL", "NaN", "None", "n/a", "nan", "null"}  # fmt: skip
-"""Cells that pandas reads as missing, and so BABILong's scripts as empty: an answer "None" among them."""
+"""Cells that pandas reads as missing, and BABILong's scripts therefore as empty, including an answer "None"."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """What a task's predictions are worth, in percent, and how many there are."""
+    """Score of a task's predictions, in percent, and how many there are."""
 
     score: float
     n: int
@@ -36,13 +36,13 @@ class Score:
     empty: int = 0
     """Predictions without a word."""
     pace: float | None = None
-    """Samples per minute of generation, of those that were made in this run."""
+    """Samples generated per minute in this run."""
     parts: Parts = field(default_factory=dict)
 
 
 def read_records(path: Path) -> list[Record]:
-    """Read the objects of a JSONL or .csv file, plain or as .xz, .gz or .bz2; blank lines are skipped."""
-    hint = "give a JSONL file: UTF-8, one object a line"
+    """Read the objects of a JSONL or CSV file, plain or .xz, .gz, .bz2; blank lines are skipped."""
+    hint = "pass a JSONL file: UTF-8, one object per line"
     with reading(path, hint) as file:
         raw = file.read()
     if ".csv" in path.suffixes[-2:]:
@@ -65,13 +65,13 @@ def _parsed(line: bytes, where: str, hint: str) -> Record:
     except ValueError as error:
         raise ConfigError(f"{where} is not JSON ({error})", hint) from None
     if not isinstance(record, dict):
-        raise ConfigError(f"{where} is no JSON object", hint)
+        raise ConfigError(f"{where} is not a JSON object", hint)
     return record
 
 
 def _table(raw: bytes, path: Path) -> list[Record]:
-    """Return the rows of a CSV file by their column's name, all texts; missing cells are empty, as pandas has them."""
-    hint = "give a CSV file: UTF-8, the names of its columns in the first line"
+    """Return the rows of a CSV file by column name, all strings; missing cells are empty, as in pandas."""
+    hint = "pass a CSV file: UTF-8, with the names of its columns in the first line"
     try:
         read = list(csv.DictReader(io.StringIO(raw.decode("utf-8-sig"), newline=""), strict=True))
     except (UnicodeDecodeError, csv.Error) as error:
@@ -87,7 +87,7 @@ def _table(raw: bytes, path: Path) -> list[Record]:
 
 
 def parts_of(records: Sequence[Record], scores: Sequence[float], kinds: Sequence[str], digits: int = 2) -> Parts:
-    """Return the mean score in percent for each value of the fields `kinds`, where all records have them."""
+    """Return the mean score in percent for each value of the fields `kinds`, if all records have them."""
     parts: Parts = {}
     for kind in kinds:
         if all(kind in record for record in records):
@@ -101,7 +101,7 @@ def parts_of(records: Sequence[Record], scores: Sequence[float], kinds: Sequence
 
 
 def check_fields(records: Sequence[Record], fields: Mapping[str, type], hint: str) -> None:
-    """Refuse the first record that lacks one of `fields`, or has something else in it."""
+    """Refuse the first record that lacks one of `fields`, or has another type in it."""
     for number, record in enumerate(records, 1):
         for name, kind in fields.items():
             if name not in record:
@@ -112,14 +112,14 @@ def check_fields(records: Sequence[Record], fields: Mapping[str, type], hint: st
 
 
 def append(path: Path, records: Sequence[Record]) -> None:
-    """Append lines to a file, which is made if need be."""
+    """Append lines to a file, which is created if needed."""
     lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "ab") as file:
             file.write(lines.encode("utf-8", "surrogatepass"))
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}", "give --json a place to write to") from None
+        raise ConfigError(f"cannot write {path}: {error.strerror}", "pass a writable path to --json") from None
 
 
 def kept(path: Path) -> list[Record]:
@@ -135,20 +135,23 @@ def kept(path: Path) -> list[Record]:
 
 @dataclass(frozen=True, kw_only=True)
 class Predictions:
-    """A row's predictions on disk: every line says what it was made from, and lines of something else are refused."""
+    """A row's predictions on disk: every line records what it was made from, and lines of other origin are refused."""
 
     path: Path
     made_from: str
 
     def check(self) -> None:
-        """Refuse a file with lines that were made from something else, and leave it as it is."""
+        """Refuse a file with lines that were made from something else, and leave it unchanged."""
         if not self.path.exists():
             return
         *whole, _ = self.path.read_bytes().split(b"\n")  # a kill may have cut the last line short
         for number, line in enumerate(whole, 1):
             where = f"line {number} of {self.path}"
-            if line.strip() and _parsed(line, where, START_OVER).get("made_from") != self.made_from:
+            record = _parsed(line, where, START_OVER) if line.strip() else {"made_from": self.made_from, "index": 0}
+            if record.get("made_from") != self.made_from:
                 raise ConfigError(f"{where} was predicted from another model, other settings or other data", START_OVER)
+            if type(record.get("index")) is not int:
+                raise ConfigError(f"{where} is damaged: it has no 'index'", START_OVER)
 
     def kept(self) -> list[Record]:
         """Return the records that an earlier run made from the same inputs."""
@@ -156,12 +159,12 @@ class Predictions:
         return kept(self.path)
 
     def append(self, records: Sequence[Record]) -> None:
-        """Add records, each with what it was made from."""
+        """Add records, each with the digest of what it was made from."""
         append(self.path, [{**record, "made_from": self.made_from} for record in records])
 
 
 def remove_predictions(results: Path) -> None:
-    """Remove the predictions of all rows, also of rows that are not asked for now."""
+    """Remove the predictions of all rows, including rows that are not requested now."""
     folder = _folder(results)
     for path in list(folder.rglob("*.jsonl")):
         path.unlink()
@@ -171,9 +174,10 @@ def remove_predictions(results: Path) -> None:
 
 
 def predictions_file(results: Path, key: Sequence[Any]) -> Path:
-    """Return `NAME.predictions/LAW-LENGTH/SUITE/TASK.jsonl` beside `NAME.json`; no two rows share a file.
+    """Return `NAME.predictions/LAW-LENGTH/SUITE/TASK.jsonl` next to `NAME.json`; no two rows share a file.
 
-    What a file's name cannot hold is written as %20 is. A suite with one nameless task is `LAW-LENGTH/SUITE.jsonl`.
+    Characters that a file name cannot hold are percent-encoded. A suite with one nameless task is
+    `LAW-LENGTH/SUITE.jsonl`.
     """
     law, length, suite, task = key
     place = _folder(results) / f"{_plain(law)}-{length}"
@@ -181,11 +185,11 @@ def predictions_file(results: Path, key: Sequence[Any]) -> Path:
 
 
 def _folder(results: Path) -> Path:
-    """Return the folder of predictions; a results file without the ending .json has another than its namesake."""
+    """Return the folder of predictions; a results file without the suffix .json has another than its namesake."""
     ours = results.suffix == ".json"
     return results.with_name(f"{results.stem}.predictions" if ours else f"{results.name}-predictions")
 
 
 def _plain(name: str) -> str:
-    """Return a file's name for `name`, and another for every other name."""
+    """Return a file name for `name`, different for every name."""
     return quote(name, safe="=,+")

@@ -1,4 +1,4 @@
-"""Perplexity, copying, passkeys and LongPPL: measured alike for every command, told as a row's numbers or a score."""
+"""Measure perplexity, copying, passkeys and LongPPL the same way for every command, as a row's numbers or a score."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from rpe3d.evaluate.tasks.retrieval import copy_nll, make_copy, make_passkey, pa
 from rpe3d.evaluate.texts import Tokens
 
 Found = dict[str, list[Any]]
-"""Numbered results by kind, as one process has them."""
+"""Numbered results by kind, of one process."""
 
 
 @dataclass(kw_only=True)
 class Bench:
-    """What every row is measured with, and how far the work is."""
+    """What every row is measured with, and the progress of the work."""
 
     model: Any
     tokenizer: Any
@@ -52,7 +52,7 @@ class Bench:
     finders: set[tuple[str, int]] = field(default_factory=set)
     """Laws, with lengths, that find key tokens in this run."""
     key_losses: dict[tuple[str, int], list[Any]] = field(default_factory=dict)
-    """By law and length: this process's losses of key tokens, where the law found them itself."""
+    """By law and length: this process's losses of key tokens, if the law found them itself."""
     total: float = 0.0
     done: float = 0.0
 
@@ -64,13 +64,13 @@ class Bench:
         return whole_windows(self.texts, length, self.settings.windows, self.first)
 
     def work(self, length: int, label: str = "") -> float:
-        """Return how much of a row is this process's work; a law that finds key tokens has their losses already."""
+        """Return how much of a row is this process's work; a law that finds key tokens already has their losses."""
         many = {"ppl": len(self.windows(length)), "copy": self.settings.copies, "passkey": self.settings.passkeys}
         many["longppl"] = 0 if (label, length) in self.finders else len(self.whole_windows(length))
         return sum(len(self.ranks.share(range(many[m]))) for m in self.measures) * _work(length)
 
     def finding_work(self, length: int, laws: int) -> float:
-        """Return how much of finding key tokens under so many laws is this process's work."""
+        """Return this process's share of the work to find key tokens under so many laws."""
         mine = len(self.ranks.share(self.whole_windows(length)))
         return mine * (laws * self.forward_work(length) + self.truncated_work(length))
 
@@ -87,7 +87,7 @@ class Bench:
 
 
 def _work(length: int) -> float:
-    """Estimate the work of one forward. A small model's attention costs as much as all the rest at 8192 tokens."""
+    """Estimate the work of one forward pass; at 8192 tokens a small model's attention costs as much as all the rest."""
     return length * (1 + length / 8192)
 
 
@@ -98,18 +98,18 @@ def merged(parts: Sequence[Found]) -> Found:
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """How a probe is measured, and how its trials are told."""
+    """How a probe is measured, and how its trials are reported."""
 
     kind: str
-    """The name of its trials in what is found, and in a comparison's row."""
+    """Name of its trials in the results, and in a comparison's row."""
     measure: Callable[[Bench, int], Found]
     told: Callable[[Found, int, str], dict[str, Any] | None]
-    """Returns the numbers of a comparison's row from all trials, a length and a protocol; None: not finite."""
+    """Returns the numbers of a comparison's row from all trials, a length and a protocol; None if not finite."""
     metric: str
     score: Callable[[dict[str, Any]], float]
-    """Returns an evaluation's score from what is told."""
+    """Returns an evaluation's score from those numbers."""
     recorded: tuple[str, ...]
-    """The entries of a trial that an evaluation keeps with its predictions."""
+    """Entries of a trial that an evaluation keeps with its predictions."""
 
 
 def _windows(bench: Bench, length: int) -> Found:
@@ -183,7 +183,7 @@ def _perplexity(found: Found, length: int, protocol: str) -> dict[str, Any] | No
 
 
 def _long_perplexity(found: Found, length: int, protocol: str) -> dict[str, Any] | None:
-    """Return LongPPL; no number for too few key tokens."""
+    """Return LongPPL; None for too few key tokens."""
     windows = found["key_windows"]
     n, nll = pooled([item[3:] for item in windows])
     if n and not nll < 700:

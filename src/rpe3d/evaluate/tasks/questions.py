@@ -1,4 +1,4 @@
-"""Where a benchmark's questions come from: a folder of the user's, the hub, or the suite itself."""
+"""Find a benchmark's questions: in the user's folder, on the hub, or made by the suite itself."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rpe3d.text import OPENERS, reading
 SOURCES = {"longbench": longbench.SOURCE, "leval": leval.SOURCE, "longbench-v2": longbench_v2.SOURCE}
 SOURCES["babilong"] = babilong.SOURCE
 MADE = ("kv", "infinitebench")
-"""Suites that make their questions where no file has them."""
+"""Suites that make their own questions if there is no file."""
 ENDINGS = ("", *OPENERS)
 
 
@@ -31,11 +31,11 @@ class Data:
     name: str
     records: list[Record]
     at: Mapping[int, Data] = field(default_factory=dict)
-    """Instead of `records`, the questions of some lengths, each from a file of its own."""
+    """Instead of `records`, the questions of some lengths, each from a separate file."""
 
     @property
     def sha256(self) -> str:
-        """Digest of the records themselves, so that a compressed copy counts as the same."""
+        """Digest of the uncompressed records, so that a compressed copy counts as the same."""
         return hashlib.sha256(json.dumps(self.records, sort_keys=True).encode()).hexdigest()
 
 
@@ -52,7 +52,7 @@ def find(task: Task, folder: Path | None, lengths: Sequence[int] | None) -> Data
 
 
 def reads_text(task: Task, data: Data | None) -> bool:
-    """Say whether a task needs texts: to measure on, or as the haystack of questions that it makes."""
+    """Return whether a task needs texts: to measure on, or as the haystack of questions that it makes."""
     if task[0] == "babilong":
         return data is not None and bool(data.records) and "facts" in data.records[0]
     return task[0] in ("ppl", "copy", "longppl", "ruler", "needle")
@@ -61,7 +61,7 @@ def reads_text(task: Task, data: Data | None) -> bool:
 def load(suite: str, task: str, folder: Path | None) -> Data:
     """Load a task's questions from `FOLDER/SUITE/TASK.jsonl` or `FOLDER/TASK.jsonl`, else `TASK.mini.jsonl`.
 
-    Files may be compressed (.xz, .gz, .bz2). Without a folder they are the hub's.
+    Files may be compressed (.xz, .gz, .bz2). Without a folder they come from the hub.
     """
     if folder is None:
         return _from_hub(suite, task)
@@ -74,7 +74,7 @@ def load(suite: str, task: str, folder: Path | None) -> Data:
 
 def _check_folder(folder: Path) -> None:
     if not folder.is_dir():
-        raise ConfigError(f"there is no folder {folder}", "give --data the folder with the benchmarks' files")
+        raise ConfigError(f"there is no folder {folder}", "pass the folder with the benchmarks' files to --data")
 
 
 def _missing(suite: str, task: str, folder: Path) -> ConfigError:
@@ -106,10 +106,10 @@ def _places(suite: str, task: str, folder: Path) -> Iterator[Path]:
 
 
 def _read(path: Path) -> list[Record]:
-    """Read a JSONL file, or a .json with one list of records."""
+    """Read a JSONL file, or a .json file with one list of records."""
     if ".json" not in path.suffixes[-2:]:
         return read_records(path)
-    hint = "give the benchmark's own file: a JSON list of records"
+    hint = "pass the benchmark's own file: a JSON list of records"
     with reading(path, hint) as file:
         try:
             records = json.load(file)
@@ -123,23 +123,23 @@ def _read(path: Path) -> list[Record]:
 def _babilong(task: str, folder: Path | None, lengths: Sequence[int] | None) -> Data:
     """Load `babilong/qa1/4k.json` of each length, as upstream has it, else `qa1.jsonl`, else bAbI's `qa1_*_test.txt`.
 
-    bAbI's questions for training are taken where there are none for testing.
+    bAbI's training questions are used if there are none for testing.
     """
     if folder is None:
         raise ConfigError(
             f"babilong:{task} has no questions: --data is not given",
-            f"get {SOURCES['babilong']}, {_files('babilong', task)} into DIR/babilong, and give --data DIR",
+            f"get {SOURCES['babilong']}, {_files('babilong', task)} into DIR/babilong, and pass --data DIR",
         )
     place = folder / "babilong"
     whole = [path for path in _places("babilong", task, folder) if path.is_file()]
     babi = [path for kind in ("test", "train") for path in sorted(place.glob(f"{task}_*_{kind}.txt*"))]
     if (place / task).is_dir():
         if lengths is None:
-            raise ConfigError(f"BABILong has a file for each length in {place / task}", "give --length")
+            raise ConfigError(f"BABILong has a file for each length in {place / task}", "pass --length")
         files = {length: place / task / f"{split(length)}.json" for length in lengths}
         at = {n: Data(name=f"{task}/{path.name}", records=_read(path)) for n, path in files.items() if path.is_file()}
         if not at:
-            raise ConfigError(f"there is no {next(iter(files.values()))}", "give a --length that has a file")
+            raise ConfigError(f"there is no {next(iter(files.values()))}", "choose a --length that has a file")
         return Data(name=task, records=[], at=at)
     if whole:
         return Data(name=whole[0].name, records=_read(whole[0]))
@@ -155,7 +155,7 @@ def split(length: int) -> str:
 
 
 def _from_hub(suite: str, task: str) -> Data:
-    """Read LongBench from a ZIP archive on the hub, L-Eval from a file a task. The hub's cache serves offline."""
+    """Read LongBench from a ZIP archive on the hub, L-Eval from one file per task. The hub's cache works offline."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -168,8 +168,8 @@ def _from_hub(suite: str, task: str) -> Data:
         path = Path(hf_hub_download(owner, name, repo_type="dataset", etag_timeout=5))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError):
         raise ConfigError(
-            f"the questions of {suite}:{task} are not here and the hub does not give them",
-            f"get {SOURCES[suite]}, {_files(suite, task)} into DIR/{suite}, and give --data DIR",
+            f"the questions of {suite}:{task} are not on this machine and could not be downloaded",
+            f"get {SOURCES[suite]}, {_files(suite, task)} into DIR/{suite}, and pass --data DIR",
         ) from None
     if suite != "longbench":
         return Data(name=path.name, records=_read(path))
@@ -182,7 +182,7 @@ def load_texts(name: str, folder: Path | None) -> list[Text]:
     """Load the texts in `FOLDER/NAME`, for perplexity."""
     if folder is None or not (folder / name).is_dir():
         where = "--data is not given" if folder is None else f"there is no folder {folder / name}"
-        raise ConfigError(f"ppl:{name} has no texts: {where}", f"put text files into DIR/{name}, and give --data DIR")
+        raise ConfigError(f"ppl:{name} has no texts: {where}", f"put text files into DIR/{name}, and pass --data DIR")
     paths = sorted(path for path in (folder / name).iterdir() if path.is_file())
     if not paths:
         raise ConfigError(f"the folder {folder / name} has no texts", "put text files into it, plain or compressed")

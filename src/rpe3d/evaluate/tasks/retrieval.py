@@ -1,4 +1,4 @@
-"""Whether a model still finds what it read long ago: a passage to repeat, and a key hidden in the grass."""
+"""Test whether a model still finds what it read long ago: a passage to repeat, and a key hidden in filler text."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ LARGEST_KEY = 49999
 
 
 def passage_of(length: int) -> int:
-    """Return how many tokens are repeated: 512, or a quarter of a window shorter than 2048."""
+    """Return the number of repeated tokens: 512, or a quarter of a window shorter than 2048."""
     return min(PASSAGE, length // 4)
 
 
 def make_copy(texts: Sequence[Tokens], length: int, seed: int, first: tuple[int, ...] = ()) -> Tensor:
-    """Make a window [length]: a passage, unrelated text, the passage again.
+    """Make a window [length] of a passage, unrelated text, and the passage again.
 
-    All texts are one ring. The unrelated text starts anywhere on it, and the passage lies half-way round from there.
+    All texts form one ring. The unrelated text starts anywhere on it, and the passage lies half-way round from there.
     """
     ring = torch.cat([text.ids for text in texts])
     passage = passage_of(length)
@@ -46,7 +46,7 @@ def make_copy(texts: Sequence[Tokens], length: int, seed: int, first: tuple[int,
     spare = len(ring) - between - passage
     if spare < 0:
         raise ConfigError(
-            f"the texts have {len(ring)} tokens, too few for a copy test of {length}", "give longer files with --texts"
+            f"the texts have {len(ring)} tokens, too few for a copy test of {length}", "pass longer files to --texts"
         )
     turned = ring.roll(-random.Random(seed).randrange(len(ring)))
     again = turned[between + spare // 2 :][:passage]
@@ -61,7 +61,7 @@ def copy_nll(model: Any, trials: Tensor) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Passkey:
-    """A prompt with a key in it, and the tokens that are the right answer."""
+    """A prompt with a key in it, and the tokens of the right answer."""
 
     depth: float
     key: int
@@ -70,7 +70,7 @@ class Passkey:
 
 
 def make_passkey(tokenizer: Any, length: int, depth: float, seed: int, first: tuple[int, ...] = ()) -> Passkey:
-    """Make a prompt and its answer, `length` tokens together; `depth` of the grass comes before the key."""
+    """Make a prompt and its answer, `length` tokens together; the share `depth` of the filler comes before the key."""
     key = random.Random(seed).randint(1, LARGEST_KEY)
     question = encode(tokenizer, "\n" + QUESTION)
     answer = encode(tokenizer, f"\n{QUESTION} {key}")[len(question) :]
@@ -87,10 +87,10 @@ def make_passkey(tokenizer: Any, length: int, depth: float, seed: int, first: tu
 
 @torch.no_grad()
 def passkey_found(model: Any, trial: Passkey) -> list[int]:
-    """Return the greedy answer up to its first wrong token, in one forward over prompt and right answer.
+    """Return the greedy answer up to its first wrong token, in one forward pass over prompt and right answer.
 
-    As long as the model agrees, that answer is what it has said, so its next token is that of `passkey`. Decoding takes
-    a step for every token instead, most of the time of a short prompt.
+    As long as the model agrees, that answer is what it has said, so its next token is that of `passkey`. Decoding would
+    take a step for every token instead, most of the time of a short prompt.
     """
     tokens = torch.cat([trial.prompt, torch.tensor(trial.answer[:-1], dtype=trial.prompt.dtype)])[None].to(model.device)
     last = {"logits_to_keep": len(trial.answer)} if head_in_pieces(model) else {}

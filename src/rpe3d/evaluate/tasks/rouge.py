@@ -1,17 +1,17 @@
 """ROUGE-L as the package `rouge` 1.0 computes it (its `rouge-l` f, on summaries), to the digit.
 
-That package is what LongBench's scores were made with. It splits at full stops, counts distinct words, and gives up on
-sentences that are too long for its recursion; LongBench scores what it gives up on with 0, and so do we.
+LongBench's scores were made with that package. It splits at full stops, counts distinct words, and fails on sentences
+that are too long for its recursion; LongBench scores those failures as 0, and so do we.
 """
 
 from __future__ import annotations
 
 DEPTH = 991
-"""Calls that its recursion can nest in LongBench's own script (Python's limit of 1000, less the frames around it)."""
+"""Depth that its recursion can reach in LongBench's own script (Python's limit of 1000, less the frames around it)."""
 
 
 def rouge_l(prediction: str, reference: str, depth: int = DEPTH) -> float:
-    """Return F1 of the words in the union of longest common subsequences by sentence; 0 where `rouge` raises."""
+    """Return F1 of the words in the union of longest common subsequences by sentence; 0 if `rouge` raises."""
     said, gold = _sentences(prediction), _sentences(reference)
     if not said or not gold:
         return 0.0
@@ -28,15 +28,15 @@ def rouge_l(prediction: str, reference: str, depth: int = DEPTH) -> float:
 
 
 def _sentences(text: str) -> list[list[str]]:
-    """Split a text into the words between full stops. A sentence of white space alone has one word, the empty one."""
+    """Split a text into the words between full stops. A sentence of only white space has one word, the empty one."""
     return [" ".join(part.split()).split(" ") for part in text.split(".") if part]
 
 
 def _common(first: list[str], second: list[str], depth: int) -> set[str] | None:
-    """Return the longest common subsequence that `rouge` walks to; None where its recursion is too deep.
+    """Return the longest common subsequence that `rouge` walks to; None if its recursion is too deep.
 
     Row i of the table of lengths is kept as bits: j is 0 where the length grows from second[:j] to second[:j + 1]
-    (Hyyrö 2004). That is also what decides each step back: up where it grows, else left.
+    (Hyyrö 2004). That also decides each step back: up where it grows, else left.
     """
     places: dict[str, int] = {}
     for j, word in enumerate(second):

@@ -1,6 +1,6 @@
-"""RULER's tasks (Hsieh et al. 2024, arXiv 2404.06654): how they are scored, and their prompts for a model.
+"""RULER's tasks (Hsieh et al. 2024, arXiv 2404.06654): their prompts for a model, and how they are scored.
 
-The prompts are built on the spot by `ruler_build`, with upstream's seed and in its order.
+The prompts are generated on the fly by `ruler_build`, with upstream's seed and in its order.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from rpe3d.evaluate.tasks.sample import Sample
 
 TASKS = tuple(CONFIG["tasks"])
 DEFAULT = tuple(task for task in TASKS if not task.startswith("qa"))
-"""Those that are made of nothing but words: the two of questions need data sets."""
-HINT = 'give predictions in RULER\'s format: {"index": ..., "pred": ..., "outputs": [...]}'
+"""Tasks made only of words: the two question-answering tasks need data sets."""
+HINT = 'pass predictions in RULER\'s format: {"index": ..., "pred": ..., "outputs": [...]}'
 
 
 def samples(task: str, chat: Chat, length: int, count: int | None, essay: str) -> list[Sample]:
     """Return `count` prompts of at most `length` tokens with their answers; None: 500, as upstream."""
     if task not in DEFAULT:
-        raise ConfigError(f"ruler:{task} asks about data sets that cannot be made here", f"choose {', '.join(DEFAULT)}")
+        raise ConfigError(f"ruler:{task} needs data sets that cannot be generated here", f"choose {', '.join(DEFAULT)}")
     builder = Builder(chat=chat, length=length, essay=essay)
     made = builder.build(task, SAMPLES if count is None else count)
     max_new = CONFIG["families"][CONFIG["tasks"][task]["family"]]["max_new"]
@@ -39,7 +39,7 @@ def record(sample: Sample, said: Sequence[str]) -> dict[str, Any]:
 
 
 def score(task: str, records: Sequence[Record]) -> Score:
-    """Return the percentage of the answers found in the prediction; for questions, whether any is."""
+    """Return the percentage of the answers found in the prediction; for question answering, whether any is."""
     check_fields(records, {"pred": str, "outputs": list}, HINT)
     total = 0.0
     for number, one in enumerate(records, 1):

@@ -1,8 +1,8 @@
-"""RULER's synthetic tasks out of nothing but a tokenizer and word lists, no network: needles, variables, words.
+"""Build RULER's synthetic tasks offline from a tokenizer and word lists: needles, variables, words.
 
-Every draw is upstream's, in its order, so that with its word lists (the package wonderwords) the samples are upstream's
-to the byte. Two things cannot be had offline and differ: the essays of the haystack are a text of the user's, and its
-sentences, between which needles are put, end at a full stop, question or exclamation mark.
+Every draw is upstream's, in its order, so that with its word lists (the package wonderwords) the samples match
+upstream's byte for byte. Two things are not available offline and differ: the essays of the haystack are the user's
+text, and its sentences, between which needles are put, end at a full stop, question mark or exclamation mark.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rpe3d.evaluate.tasks.chat import TEMPLATE, Chat
 CONFIG: dict[str, Any] = json.loads((files(__package__) / "data" / "ruler.json").read_text(encoding="utf-8"))
 SAMPLES = 500
 FEWEST = 50
-"""Words of a haystack in which depths are apart."""
+"""Minimum words of a haystack for its depths to differ."""
 SEED = 42
 GRASS = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
@@ -46,14 +46,14 @@ def word_lists() -> dict[str, list[str]]:
     try:
         place = files("wonderwords.assets")
     except ModuleNotFoundError:
-        raise ConfigError("RULER's words are those of wonderwords", "pip install 'rpe3d[eval]'") from None
+        raise ConfigError("RULER's words need wonderwords", "pip install 'rpe3d[eval]'") from None
     names = {"nouns": "nounlist.txt", "adjectives": "adjectivelist.txt", "verbs": "verblist.txt"}
     texts = {kind: (place / name).read_text(encoding="utf-8") for kind, name in names.items()}
     return {kind: [line.rstrip() for line in text.splitlines()] for kind, text in texts.items()}
 
 
 class Compounds(Sequence[str]):
-    """Every adjective with every noun, sorted: the keys of needles, millions, made as they are asked for."""
+    """Every adjective with every noun, sorted: millions of keys for needles, made on demand."""
 
     def __init__(self, adjectives: list[str], nouns: list[str]) -> None:
         self.nouns = sorted(set(nouns))
@@ -89,17 +89,17 @@ def compounds() -> Compounds:
 
 @dataclass(kw_only=True)
 class Builder:
-    """The samples of one length. `random` and `numpy` begin anew with every task, as upstream's processes do."""
+    """Build the samples of one length. `random` and `numpy` are reseeded for every task, as in upstream's processes."""
 
     chat: Chat
     length: int
     essay: str
     depths: Sequence[float] = ()
-    """Where the needle of each sample lies among the sentences, in percent; without them drawn, as upstream does."""
+    """Depth of each sample's needle among the sentences, in percent; drawn if empty, as upstream does."""
     depth: float | None = field(default=None, init=False)
 
     def build(self, task: str, count: int) -> list[tuple[str, list[str], int]]:
-        """Return `count` prompts with their answers, and the tokens of prompt and longest answer."""
+        """Return `count` prompts with their answers, and the number of tokens of prompt and longest answer."""
         self.draw = random.Random(SEED)
         self.numbers = np.random.RandomState(SEED)
         settings = dict(CONFIG["tasks"][task])
@@ -128,7 +128,7 @@ class Builder:
 
     @property
     def _singular(self) -> str:
-        """For one needle. Upstream changes its chats' words, too; a model's own template is left alone."""
+        """The task's words for one needle. Upstream also changes its chats' words; a model's own template stays."""
         if self.chat.form != TEMPLATE:
             return _one(self._template)
         before, after = self._frame
@@ -221,7 +221,7 @@ class Builder:
         return " ".join(parts)
 
     def _sentences(self, words: int) -> list[str]:
-        """Of the first words of the essay, which begins again where it ends."""
+        """Return the sentences of the essay's first words; the essay repeats where it ends."""
         if words not in self._split:
             repeated = self._essay * math.ceil(words / len(self._essay))
             self._split[words] = re.split(r"(?<=[.!?]) +", " ".join(repeated[:words]))
@@ -263,7 +263,7 @@ class Builder:
             yield prompt, answers
 
     def _chain(self, noise: int, short: bool) -> Made:
-        """Five variables, each set to the one before, among lines of grass. `short` is the example that comes first."""
+        """Make five variables, each set to the one before, among filler lines; `short` is the leading example."""
         drawn: list[str] = []
         while len(set(drawn)) < 5:
             drawn.append("".join(self.draw.choices(string.ascii_uppercase, k=3 if short else 5)))
@@ -321,7 +321,7 @@ class Builder:
             yield self._fitting(make, max(size, 10), 10, 10)
 
     def _frequent_words(self, count: int) -> Iterator[Made]:
-        """Coded words whose numbers fall as 1 / rank², the first of them dots. The answer has no room of its own."""
+        """Make coded words whose counts fall as 1 / rank², the first being dots. The answer has no room reserved."""
         kinds, step = self.length // 50, max(1, self.length // 32)
 
         def vocabulary() -> list[str]:

@@ -9,13 +9,13 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """What the model is asked, how much it may say, and what its prediction is kept with."""
+    """What the model is asked, how much it may say, and what is stored with its prediction."""
 
     prompts: tuple[str, ...]
-    """One; L-Eval's sci_fi asks a second time, without the document."""
+    """Usually one prompt; L-Eval's sci_fi asks a second time, without the document."""
     max_new: int
     gold: Mapping[str, Any]
     line_only: bool = False
-    """The first line break after at least one token ends the answer."""
+    """Whether the first line break after at least one token ends the answer."""
     choices: tuple[str, ...] = ()
-    """Whole answers, of which the likeliest is taken instead of a generated one."""
+    """Complete answers, of which the likeliest is taken instead of a generated one."""
