@@ -46,7 +46,7 @@ def make(family="llama", **parameters):
     if family == "mistral":
         given["sliding_window"] = None
     torch.manual_seed(0)
-    # Gemma 2 caps its scores, and gpt-oss has sinks, which SDPA knows nothing of.
+    # Gemma 2 caps its scores, and gpt-oss has sinks, which SDPA does not support.
     attention = "eager" if family in ("gemma2", "gpt_oss") else "sdpa"
     config = AutoConfig.for_model(family, **given)
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()

@@ -3,7 +3,7 @@
     law = rpe3d.make_law("3d-rpe", pretrained=8192, context=65536, head_dim=64, rope_theta=1e5)
     law.relative_position(query=60_000, key=12)
 
-The names below load on first use, so that `import rpe3d` and the command line stay fast.
+The public names load on first use, so that `import rpe3d` and the command line stay fast.
 """
 
 from __future__ import annotations

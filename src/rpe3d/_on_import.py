@@ -17,7 +17,7 @@ _ROPE = "transformers.modeling_rope_utils"
 
 
 def enter_rope_types() -> None:
-    """Enter them now where transformers' table of rope types is loaded, else when it is."""
+    """Enter rpe3d's rope types now if transformers' table of rope types is loaded, else when it is."""
     if _ROPE in sys.modules:
         _enter(sys.modules[_ROPE])
     else:
@@ -25,7 +25,7 @@ def enter_rope_types() -> None:
 
 
 def _enter(module: ModuleType) -> None:
-    """Make our rope types known to transformers; what they do is imported when a model has one."""
+    """Make our rope types known to transformers; their code is imported when a model has one."""
 
     def rope_init(*args: Any, **kwargs: Any) -> Any:
         from rpe3d.models.registry import rope_init as ours
@@ -39,7 +39,7 @@ def _enter(module: ModuleType) -> None:
 
 
 class _Entering(Loader):
-    """The module's own loader, and then `_enter`."""
+    """The module's own loader, followed by `_enter`."""
 
     def __init__(self, loader: Loader) -> None:
         self.loader = loader

@@ -1,7 +1,7 @@
-"""Parameters as frozen values, checked where they are made.
+"""Parameters as frozen values, validated when they are created.
 
 A wrong parameter raises `ConfigError`: one sentence with the value and the rule, and a hint that says what to
-do. What was accepted once never turns into NaN, a wrong table or a stack trace from inside torch later.
+do. An accepted value never turns into NaN, a wrong table or a stack trace from inside torch later.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LONGEST = 2**31
 
 
 class ConfigError(ValueError):
-    """A parameter breaks a rule. `str(error)` reads `problem: hint`."""
+    """Raised when a parameter breaks a rule. `str(error)` reads `problem: hint`."""
 
     def __init__(self, problem: str, hint: str) -> None:
         super().__init__(f"{problem}: {hint}")
@@ -34,7 +34,7 @@ def whole(name: str, value: object, *, least: int = 1, most: int = LONGEST) -> i
     except TypeError:
         number = None
     if number is None:
-        raise ConfigError(f"{name} is {value!r}, which is not a whole number", f"give {name} as an int")
+        raise ConfigError(f"{name} is {value!r}, which is not a whole number", f"pass {name} as an int")
     if not least <= number <= most:
         raise ConfigError(f"{name} is {number}, outside [{least}, {most}]", f"choose {name} in that range")
     return number
@@ -55,7 +55,7 @@ def real(name: str, value: object, *, least: float = 0.0, most: float = math.inf
 
 UNITS = {"": 1, "k": 1024, "m": 1024**2}
 MOST = 2**24
-"""Tokens at most: transformers holds positions in float32, where 2^24 and 2^24 + 1 are the same number."""
+"""Maximum number of tokens: transformers holds positions in float32, where 2^24 and 2^24 + 1 are the same number."""
 
 
 def size(text: str) -> int:
@@ -65,14 +65,14 @@ def size(text: str) -> int:
         raise ConfigError(f"{text!r} is not a size", "write it as 65536 or 64k (k = 1024)")
     tokens = int(match[1]) * UNITS[match[2]]
     if tokens > MOST:
-        raise ConfigError(f"{text!r} is more than 16m tokens", "beyond, float32 cannot tell neighbours apart")
+        raise ConfigError(f"{text!r} is more than 16m tokens", "stay below: float32 cannot tell positions apart there")
     return tokens
 
 
 def flag(name: str, value: object) -> bool:
     """Return `value` as a bool, or raise a ConfigError."""
     if not isinstance(value, bool):
-        raise ConfigError(f"{name} is {value!r}, which is neither True nor False", f"give {name} as a bool")
+        raise ConfigError(f"{name} is {value!r}, which is neither True nor False", f"pass {name} as a bool")
     return value
 
 
@@ -87,7 +87,7 @@ def choice(kind: str, value: object, known: Iterable[str]) -> str:
 
 
 def known_keys(kind: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Refuse a keyword that `kind` does not have, naming those that it has."""
+    """Refuse a keyword that `kind` does not have, and name those that it has."""
     names = list(known)
     for key in given:
         if key not in names:
@@ -98,14 +98,14 @@ def known_keys(kind: str, given: Iterable[str], known: Iterable[str]) -> None:
 
 
 def freeze(value: object, **items: object) -> None:
-    """Write checked fields of a frozen dataclass, from its own `__post_init__`."""
+    """Set validated fields of a frozen dataclass, from its `__post_init__`."""
     for name, item in items.items():
         object.__setattr__(value, name, item)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """A model's own frequency scaling, underneath any law. Subclasses mirror Hugging Face's `rope_type`s."""
+    """The model's own frequency scaling, which applies under any law. Subclasses mirror Hugging Face's `rope_type`s."""
 
     rope_type: ClassVar[str]
 
@@ -120,14 +120,14 @@ class Scaling:
 
 @dataclass(frozen=True, kw_only=True)
 class LinearScaling(Scaling):
-    """Every frequency divided by `factor` (position interpolation)."""
+    """Divide every frequency by `factor` (position interpolation)."""
 
     rope_type: ClassVar[str] = "linear"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Scaling(Scaling):
-    """Llama 3.1: slow pairs divided by `factor`, fast ones kept, a smooth ramp between."""
+    """Llama 3.1: divide slow pairs by `factor` and keep fast ones, with a smooth ramp between."""
 
     rope_type: ClassVar[str] = "llama3"
 
@@ -164,8 +164,8 @@ class YarnScaling(Scaling):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        slow = real("beta_slow", 1.0 if self.beta_slow is None else self.beta_slow, above=True)
-        fast = real("beta_fast", 32.0 if self.beta_fast is None else self.beta_fast, least=slow, above=True)
+        slow = real("beta_slow", 1.0 if self.beta_slow is None else self.beta_slow, least=1e-9)
+        fast = real("beta_fast", 32.0 if self.beta_fast is None else self.beta_fast, least=slow, above=True, most=1e9)
         attention = self.attention_factor
         if attention is None and self.mscale and self.mscale_all_dim:
             attention = _mscale(self.factor, self.mscale) / _mscale(self.factor, self.mscale_all_dim)
@@ -175,7 +175,7 @@ class YarnScaling(Scaling):
             self,
             beta_slow=slow,
             beta_fast=fast,
-            attention_factor=real("attention_factor", attention, above=True),
+            attention_factor=real("attention_factor", attention, above=True, most=1e9),
             original_max_position_embeddings=whole(
                 "original_max_position_embeddings", self.original_max_position_embeddings
             ),
@@ -188,7 +188,7 @@ class LongropeScaling(Scaling):
     """LongRoPE as Phi-3 and Phi-4-mini carry it (Ding et al. 2024, arXiv 2402.13753): a divisor for every pair.
 
     Such a model has two sets: `short_factor` for texts of up to the original length, `long_factor` for longer ones.
-    Keys stay in a cache as they were turned, so a law has one set for texts of any length, the long one.
+    Cached keys stay as they were rotated, so a law uses one set for texts of any length, the long one.
     """
 
     rope_type: ClassVar[str] = "longrope"
@@ -199,6 +199,10 @@ class LongropeScaling(Scaling):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not isinstance(self.long_factor, (list, tuple)):
+            raise ConfigError(
+                f"long_factor is {self.long_factor!r}, which is not a list of numbers", "pass the model's whole dict"
+            )
         given: Iterable[object] = self.long_factor
         original = whole("original_max_position_embeddings", self.original_max_position_embeddings, least=2)
         attention = self.attention_factor
@@ -207,7 +211,7 @@ class LongropeScaling(Scaling):
         freeze(
             self,
             long_factor=tuple(real("long_factor", one, above=True) for one in given),
-            attention_factor=real("attention_factor", attention, above=True),
+            attention_factor=real("attention_factor", attention, above=True, most=1e9),
             original_max_position_embeddings=original,
         )
 
@@ -225,9 +229,9 @@ SCALINGS: dict[str, type[Scaling]] = {
 
 
 def make_scaling(parameters: Mapping[str, Any] | Scaling | None) -> Scaling | None:
-    """Make a value of a Hugging Face `rope_parameters` / `rope_scaling` dict; None for plain RoPE.
+    """Make a `Scaling` from a Hugging Face `rope_parameters` / `rope_scaling` dict; None for plain RoPE.
 
-    `rope_theta` and `partial_rotary_factor` may stand in the dict and are read elsewhere.
+    The dict may hold `rope_theta` and `partial_rotary_factor`, which are read elsewhere.
     """
     if parameters is None or isinstance(parameters, Scaling):
         return parameters
@@ -250,12 +254,12 @@ def make_scaling(parameters: Mapping[str, Any] | Scaling | None) -> Scaling | No
 
 @dataclass(frozen=True, kw_only=True)
 class Rotary:
-    """How the pretrained model turns a head vector: base frequencies, and which dimensions form a pair."""
+    """How the pretrained model rotates a head vector: base frequencies, and which dimensions form a pair."""
 
     head_dim: int
     rope_theta: float = 10000.0
     rotary_dim: int | None = None
-    """Leading dimensions that turn; the rest pass through. None: all of them."""
+    """Number of leading dimensions that are rotated; the rest pass through. None: all of them."""
     interleaved: bool = False
     """Pairs (2l, 2l + 1) as in GPT-J instead of (l, l + rotary_dim / 2) as in Llama."""
     scaling: Scaling | None = None
@@ -278,12 +282,12 @@ class Rotary:
 
     @property
     def pairs(self) -> int:
-        """Number of planes that turn, d/2 for a full rotary head."""
+        """Number of rotated planes, d/2 for a full rotary head."""
         assert self.rotary_dim is not None
         return self.rotary_dim // 2
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what JSON can hold, under the names that `make_law` takes."""
+        """Return a JSON-ready dict, with the names that `make_law` takes."""
         return {
             "head_dim": self.head_dim,
             "rope_theta": self.rope_theta,
@@ -296,6 +300,6 @@ class Rotary:
 def _even(name: str, value: int) -> int:
     if value % 2:
         raise ConfigError(
-            f"{name} is {value}, which is odd", f"rotation turns pairs of dimensions, so {name} must be even"
+            f"{name} is {value}, which is odd", f"RoPE rotates pairs of dimensions, so {name} must be even"
         )
     return value

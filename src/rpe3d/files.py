@@ -1,7 +1,7 @@
-"""Files and folders that are whole or absent, and locks for one writer at a time.
+"""Write files and folders atomically, and lock them for one writer at a time.
 
-Content is written beside its place under another name and renamed at the end: readers see the old content or the new,
-also after a kill. Errors of the file system are the caller's, who knows which option to name: see `refusing`.
+Content is written next to its place under another name and renamed at the end: readers see the old content or the new,
+even after a kill. File system errors are left to the caller, who knows which option to name: see `refusing`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Refusal = tuple[str, str]
 
 @contextmanager
 def refusing(problem: str, hint: str) -> Iterator[None]:
-    """Turn an error of the file system into a ConfigError: the problem with the system's reason, and the hint."""
+    """Turn a file system error into a ConfigError: the problem with the system's reason, and the hint."""
     try:
         yield
     except OSError as error:
@@ -31,7 +31,7 @@ def refusing(problem: str, hint: str) -> Iterator[None]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a path beside `path` to write to; the file replaces `path` at the end. A link stays a link."""
+    """Yield a path next to `path` to write to; the file replaces `path` at the end. A link stays a link."""
     target = Path(os.path.realpath(path))
     unfinished = _beside(target)
     try:
@@ -43,23 +43,23 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file by one with this text, in UTF-8."""
+    """Replace a file with this text, in UTF-8."""
     write_bytes(path, text.encode())
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Replace a file by one with this content."""
+    """Replace a file with this content."""
     with replacing(path) as unfinished:
         unfinished.write_bytes(content)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Replace a file by JSON. NaN and infinity, which JSON does not have, raise ValueError."""
+    """Replace a file with JSON. NaN and infinity, which JSON does not have, raise ValueError."""
     write_text(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
 
 
 def write_all(contents: dict[str, bytes], folder: Path) -> list[Path]:
-    """Write files into a folder, made if need be: all reach the disk before the first takes its name."""
+    """Write files into a folder, created if needed: all reach the disk before the first takes its name."""
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as waiting:
         for name in reversed(contents):  # the stack renames the last first
@@ -69,7 +69,7 @@ def write_all(contents: dict[str, bytes], folder: Path) -> list[Path]:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Yield a folder beside `path` to fill, which gets that name at the end; `path` may be an empty folder."""
+    """Yield a folder next to `path` to fill, which gets that name at the end; `path` may be an empty folder."""
     unfinished = _beside(path)
     try:
         unfinished.mkdir(parents=True)
@@ -82,7 +82,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def replace_folder(made: Path, place: Path, gone: Path) -> None:
-    """Give a finished folder its name, on the disk before it has it; an older folder leaves by the name `gone`."""
+    """Give a finished folder its name once it is on disk; an older folder is removed via the name `gone`."""
     for path in [*made.rglob("*"), made]:
         handle = os.open(path, os.O_RDONLY)
         os.fsync(handle)
@@ -94,16 +94,16 @@ def replace_folder(made: Path, place: Path, gone: Path) -> None:
 
 
 def remove_folder(folder: Path, gone: Path) -> None:
-    """Remove a folder under another name first, so that nobody finds half of it."""
+    """Remove a folder after renaming it, so that nobody finds half of it."""
     os.rename(folder, gone)
     shutil.rmtree(gone)
 
 
 @contextmanager
 def locked(lock_file: Path, *, busy: Refusal, unwritable: Refusal) -> Iterator[None]:
-    """Hold `lock_file`; refuse with `busy` where another process does, with `unwritable` where it cannot be made.
+    """Hold `lock_file`; refuse with `busy` if another process does, with `unwritable` if it cannot be created.
 
-    The system frees the lock of a process that dies, so a file that a kill left behind is not in the way.
+    The system frees the lock of a process that dies, so a file left behind by a kill is not in the way.
     """
     from filelock import FileLock, Timeout
 

@@ -1,7 +1,7 @@
-"""For tests of attention: small laws, random problems, and the rule by which an implementation is judged.
+"""Helpers for tests of attention: small laws, random problems, and the rule that judges an implementation.
 
-The rule: an error of at most twice what one would get without a kernel (plus rounding), against the specification in
-float64, for every row; rows that see nothing are exact. No tolerance is chosen by hand.
+The rule: against the specification in float64, the error of every row is at most twice that of the eager path (plus
+rounding); rows that see no key are exact. No tolerance is chosen by hand.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "dpe": {"window": 12, "scales": (3, 16, 1, 40)},
     "lampe": {"head": 12, "mapped": 40, "length": 130, "tail": 9},
 }
-"""Parameters with which some 150 tokens hold every region of a law, with borders inside tiles."""
+"""Parameters with which about 150 tokens cover every region of a law, with borders inside tiles."""
 
 
 def small_law(name: str, **changes: Any) -> Law:
@@ -53,7 +53,7 @@ def random_problem(
     dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> Problem:
-    """Return random q, k, v, rotated, in memory as Hugging Face makes them; the queries come last unless given."""
+    """Return random rotated q, k, v in Hugging Face's memory layout; queries come last unless positions are given."""
     d = law.rotary.head_dim
     q = torch.randn(b, t, h, d, device=device).to(dtype).transpose(1, 2)
     k, v = (torch.randn(b, g, s, width, device=device).to(dtype) for width in (d, e or d))
@@ -65,14 +65,14 @@ def random_problem(
 
 
 def in_float64(x: Problem) -> Problem:
-    """Return a problem in float64; what is not a number, as in slots that nobody filled, is 0."""
+    """Return a problem in float64, with NaN (as in unfilled slots) replaced by 0."""
     return replace(x, q=x.q.double(), k=x.k.double().nan_to_num(), v=x.v.double().nan_to_num())
 
 
 def eager(x: Problem, choosers: reference.Choosers | None = None) -> tuple[Tensor, Tensor]:
-    """Return what one would write without a kernel, in the type of q: rotate, attend as Hugging Face does eagerly.
+    """Return the eager solution, without a kernel and in the dtype of q: rotate, then attend as Hugging Face does.
 
-    choosers: who say what queries choose, where that is not the specification.
+    `choosers` replace the specification's choice of keys.
     """
     group = x.q.shape[1] // x.k.shape[1]
     k, v = (y.nan_to_num().repeat_interleave(group, 1) for y in (x.k, x.v))
@@ -107,10 +107,10 @@ def eager(x: Problem, choosers: reference.Choosers | None = None) -> tuple[Tenso
 
 
 def unit(dtype: torch.dtype, device: torch.device) -> float:
-    """Return the unit in the last place of what attention is computed with, relative to it.
+    """Return the relative unit in the last place of the arithmetic that attention is computed in.
 
-    In float32 a GPU has 22 bits: its exponential (`ex2.approx`) is exact to 2^-22, and products of matrices, in Triton
-    as in libraries, are three of TF32, where two numbers of 11 bits stand for one of 24.
+    In float32 a GPU has 22 bits: its exponential (`ex2.approx`) is exact to 2^-22, and matrix products, in Triton as in
+    libraries, are three TF32 products, in which two numbers of 11 bits stand for one of 24.
     """
     return 2.0**-22 if dtype == torch.float32 and device.type == "cuda" else torch.finfo(dtype).eps
 
@@ -120,10 +120,10 @@ def assert_as_good(
 ) -> None:
     """Assert that an implementation is as good as the eager path.
 
-    Rounding is two units in the last place of the largest result, one for each product. Triton's interpreter does not
-    round to bf16 but cuts off, which shifts all scores one way: there the log-sum-exp is held to the precision of q.
-    kernel: False for library calls and plain PyTorch, which are held to one unit, and to no cutting off. choosers: who
-    say what queries choose, where that is not the specification.
+    Rounding is two units in the last place of the largest result, one for each product. Triton's interpreter truncates
+    to bf16 instead of rounding, which shifts all scores one way: there the log-sum-exp is held to the precision of q.
+    `kernel=False` is for library calls and plain PyTorch, which are held to one unit and may not truncate. `choosers`
+    replace the specification's choice of keys.
     """
     assert out.shape == (*x.q.shape[:3], x.v.shape[3])
     assert out.dtype == x.q.dtype
@@ -143,7 +143,7 @@ def assert_as_good(
 def gradients(x: Problem, solve: Any, weight: Tensor, logs: Tensor | None = None) -> tuple[Tensor, ...]:
     """Return the gradients of Σ out · weight (+ Σ lse · logs) with respect to q, k and v, for a function of the three.
 
-    With respect to the sinks as well, where the problem has some: then the function takes `sinks`.
+    If the problem has sinks, their gradient is returned as well, and the function takes `sinks`.
     """
     leaves = [y.detach().clone().requires_grad_() for y in (x.q, x.k, x.v, x.sinks) if y is not None]
     out, *lse = solve(*leaves[:3], **({} if x.sinks is None else {"sinks": leaves[3]}))
@@ -158,8 +158,8 @@ def assert_gradients_as_good(
 ) -> None:
     """Assert that an implementation's gradients are as good as those of the eager path.
 
-    logs: those of the log-sum-exp too. choosers: who say what queries choose, where that is not the specification.
-    plain: attention without a law by the library that is called: what it loses itself on these vectors is allowed too.
+    `logs` includes the gradient of the log-sum-exp. `choosers` replace the specification's choice of keys. `plain` is
+    the called library's attention without a law: its own error on these vectors is allowed as well.
     """
     sees = reference.visible(x).any(-1)[:, None].double()
     weight = torch.randn(*x.q.shape[:3], x.v.shape[3], dtype=torch.float64, device=x.q.device) * sees[..., None]

@@ -1,6 +1,6 @@
-"""Texts as files, plain or compressed, and as tokens: what training and evaluation share.
+"""Read texts from plain or compressed files, and tokenize them: shared by training and evaluation.
 
-Not fsspec, which would also unpack .zip archives and needs a package for what the standard library does.
+fsspec is not used: it would also unpack .zip archives, and needs a package for what the standard library does.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ from rpe3d.config import ConfigError
 
 OPENERS: dict[str, Any] = {".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}
 DAMAGED = (lzma.LZMAError, EOFError, gzip.BadGzipFile)
-"""What a compressed file raises that was cut short, or is of another kind than its name says."""
+"""Exceptions of a compressed file that was cut short, or is of another type than its name says."""
 
 
 def opened(path: Path) -> Any:
-    """Open a file for reading bytes, unpacked as its ending says."""
+    """Open a file for reading bytes, decompressed according to its suffix."""
     return OPENERS.get(path.suffix.lower(), open)(path, "rb")
 
 
 @contextmanager
 def reading(path: Path, hint: str) -> Iterator[Any]:
-    """Yield an open file, as `opened`; refuse what cannot be read, in one sentence."""
+    """Yield an open file, as `opened` does; refuse a file that cannot be read, in one sentence."""
     try:
         with opened(path) as file:
             yield file
     except DAMAGED as error:
-        raise ConfigError(f"{path} is not a whole {path.suffix} file ({error})", "copy it again") from None
+        raise ConfigError(f"{path} is not a complete {path.suffix} file ({error})", "copy it again") from None
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}", hint) from None
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """Return the tokens of `text` alone.
+    """Return the tokens of `text`, without special tokens.
 
-    Not verbose: a tokenizer would warn of texts that are longer than the pretrained length.
+    It is not verbose, since a tokenizer would warn about texts longer than the pretrained length.
     """
     return list(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
 
 def opening(tokenizer: Any) -> tuple[int, ...]:
-    """Return what the tokenizer puts in front of a text by default: its BOS token, or nothing."""
+    """Return the tokens that the tokenizer puts before a text by default: BOS, or nothing."""
     first = tokenizer("a").input_ids[0]
     return (first,) if first == tokenizer.bos_token_id else ()

@@ -493,7 +493,7 @@ def test_training_under_compile_breaks_the_graph_and_keeps_the_gradients():
 
 WRONG = [
     ({"q": torch.randn(1, 2, 5)}, "q is"),
-    ({"q": torch.ones(1, 2, 5, 16, dtype=torch.long)}, "give floating point"),
+    ({"q": torch.ones(1, 2, 5, 16, dtype=torch.long)}, "pass floating point"),
     ({"k": torch.randn(1, 2, 5, 8)}, "do not fit"),
     ({"v": torch.randn(1, 2, 6, 16)}, "do not fit"),
     ({"k": torch.randn(1, 2, 5, 16).bfloat16()}, "move them to one dtype"),
@@ -502,10 +502,10 @@ WRONG = [
     ({"q": torch.randn(1, 2, 6, 16)}, "6 queries are more than 5 keys"),
     ({"law": make_law("rope", pretrained=32, head_dim=8)}, "built for head dimension 8, the vectors have 16"),
     ({"query_positions": torch.tensor([0, 1, 3, 2, 4])}, "query_positions fall from 3 to 2 at token 3 of sequence 0"),
-    ({"query_positions": torch.arange(5.0)}, "give integers"),
+    ({"query_positions": torch.arange(5.0)}, "pass integers"),
     ({"key_positions": range(5)}, "key_positions are given without query_positions"),
     ({"query_positions": range(4)}, "for 5 tokens"),
-    ({"key_mask": torch.ones(1, 4, dtype=torch.bool)}, "give bool"),
+    ({"key_mask": torch.ones(1, 4, dtype=torch.bool)}, "pass bool"),
     ({"sinks": torch.zeros(3)}, "one number per query head"),
     ({"softcap": 0.0}, "softcap is 0.0"),
     ({"scale": float("nan")}, "scale is nan"),

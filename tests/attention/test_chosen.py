@@ -214,7 +214,7 @@ def test_keys_that_come_later_are_no_part_of_a_choice_whatever_they_hold(junk):
 def test_positions_before_0_and_such_as_fall_behind_padding_are_refused():
     x = problem(choosing(), n=60)
     places = torch.arange(60) - 5
-    with pytest.raises(ConfigError, match="a key stands at -5"):
+    with pytest.raises(ConfigError, match="a key is at position -5"):
         attention(x.q, x.k, x.v, x.law, rotated=True, query_positions=places, key_positions=places)
     places, tokens = torch.arange(60) % 30, torch.ones(1, 60, dtype=torch.bool)
     tokens[:, 30] = False

@@ -319,7 +319,7 @@ def test_a_step_of_more_sequences_than_were_said_is_refused(device):
     server = Server(law_for(), device)
     text = Text(server)
     server.write({text: 5})
-    with pytest.raises(ConfigError, match="larger than was said"):
+    with pytest.raises(ConfigError, match="larger than announced"):
         server.check(*[text] * 40)
 
 

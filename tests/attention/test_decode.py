@@ -229,10 +229,10 @@ def test_a_problem_that_no_step_can_run_is_refused_with_the_reason(change, reaso
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"law": ("self-extend", {"window": 8})}, "its far keys turn token by token"),
-        ({"law": ("rerope", {"window": 8})}, "its far keys turn token by token"),
-        ({"law": ("leaky-rerope", {"window": 8})}, "its far keys turn token by token"),
-        ({"law": ("3d-rpe", {"chunk": 1, "window": 8, "sinks": 1})}, "its far keys turn token by token"),
+        ({"law": ("self-extend", {"window": 8})}, "its far keys rotate token by token"),
+        ({"law": ("rerope", {"window": 8})}, "its far keys rotate token by token"),
+        ({"law": ("leaky-rerope", {"window": 8})}, "its far keys rotate token by token"),
+        ({"law": ("3d-rpe", {"chunk": 1, "window": 8, "sinks": 1})}, "its far keys rotate token by token"),
         ({"law": ("3d-rpe", {"chunk": 8, "window": 16})}, "its chunks of 8 tokens are shorter than 16"),
         ({"dtype": torch.float64}, "it computes in float32, not in float64"),
         ({"d": 72}, "head dimensions are 72 and 72, not one multiple of 16 up to 256"),

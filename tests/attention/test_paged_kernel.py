@@ -203,7 +203,7 @@ def test_vectors_that_do_not_lie_side_by_side_are_refused(device):
     q, cache = torch.randn(1, 6, 32, 1, device=device).mT, torch.randn(2, 16, 2, 32, device=device)
     numbers = torch.zeros(1, 2, dtype=torch.int32, device=device)
     scattered = torch.randn(1, 6, 1, 64, device=device)[..., ::2]
-    with pytest.raises(ConfigError, match="side by side"):
+    with pytest.raises(ConfigError, match="contiguous vectors"):
         steps(law, device)(scattered, cache, cache, q.clone(), pages=numbers, lengths=numbers[:, 0], scale=1.0)
 
 

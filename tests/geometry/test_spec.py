@@ -34,7 +34,7 @@ def test_a_law_file_is_for_models_of_its_length_and_a_name_for_all():
     LawSpec(label="3d-rpe", name="3d-rpe", parameters={}).check(64)
     tuned = LawSpec(label="tuned", name="3d-rpe", parameters={}, pretrained=64)
     tuned.check(64)
-    with pytest.raises(ConfigError, match="tuned was made for a model of 64 positions, and this one has 128"):
+    with pytest.raises(ConfigError, match="tuned was made for a model of 64 positions, but this one has 128"):
         tuned.check(128)
 
 
@@ -53,7 +53,7 @@ def test_a_law_may_have_a_short_name():
 
 
 def test_a_law_is_not_called_by_the_name_of_another():
-    with pytest.raises(ConfigError, match="3d-rpe is to be called yarn, which is another law: choose another name"):
+    with pytest.raises(ConfigError, match="3d-rpe cannot be called yarn: that is another law: choose another name"):
         parse_law("yarn=3d-rpe:chunk=4")
     assert parse_law("3d-rpe=3d-rpe:chunk=4").label == "3d-rpe"
 

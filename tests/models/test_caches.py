@@ -199,7 +199,7 @@ def test_a_hybrid_model_says_that_its_cache_cannot_be_rounded():
     """transformers' QuantizedCache refuses a window by itself; whoever asks before should know."""
     model = make("gemma3_text")
     told = cache_bytes(layer_caches(model), 4096, torch.bfloat16)
-    assert "transformers quantises full attention alone" in told["4 bits"]
+    assert "transformers quantises only full attention" in told["4 bits"]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(ValueError, match="only full attention layers"):

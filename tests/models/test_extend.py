@@ -189,6 +189,26 @@ else:
     assert subprocess.run([*run, f"import rpe3d\n{theirs}\n{load}"], capture_output=True).returncode == 0
 
 
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ({"law": "3d-rpe"}, "the law is '3d-rpe', which is not a dict"),
+        ({"law": {"name": "3d-rpe", "head_dim": 16}}, "the law '3d-rpe' lacks pretrained"),
+        ({"stock": None}, "not the model's own rope parameters"),
+    ],
+)
+def test_a_damaged_config_is_named(tiny, tmp_path, damage, message):
+    rpe3d.extend(tiny(), context=256).save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    content["rope_parameters"] |= damage
+    content["rope_parameters"] = {
+        name: value for name, value in content["rope_parameters"].items() if value is not None
+    }
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=message):
+        type(tiny()).from_pretrained(tmp_path)
+
+
 def test_two_models_with_two_laws_and_a_stock_one_side_by_side(tiny, ids):
     stock = tiny()
     expected = logits(stock, ids)
@@ -299,7 +319,7 @@ def test_packed_rows_and_masks_of_four_dimensions_are_refused(tiny, ids):
     packed = torch.cat([torch.arange(60), torch.arange(60)])[None]
     with pytest.raises(ConfigError, match="packed"):
         model(ids, position_ids=packed, use_cache=False)
-    with pytest.raises(ConfigError, match="causal and takes padding alone"):
+    with pytest.raises(ConfigError, match="causal and takes only padding"):
         model(ids, attention_mask=torch.ones(1, 1, 120, 120, dtype=torch.bool))
 
 

@@ -29,7 +29,7 @@ def test_another_attention_is_refused_at_the_next_forward(tiny, ids, name, how):
     model = rpe3d.extend(tiny(), context=256, **BOUNDED)
     law = model(ids).logits
     change(model, how, name)
-    with pytest.raises(ConfigError, match=rf"under 3d-rpe, which its attention '{name}' knows nothing of.*restore"):
+    with pytest.raises(ConfigError, match=rf"under 3d-rpe, which its attention '{name}' does not support.*restore"):
         model(ids)
     change(model, how, "rpe3d")
     assert torch.equal(model(ids).logits, law)
@@ -39,7 +39,7 @@ def test_another_attention_with_a_mask_of_its_own_is_refused(tiny, ids):
     """transformers asks nobody for a mask then: it ran, and was the stock model."""
     model = rpe3d.extend(tiny(), context=256, **BOUNDED)
     model.set_attn_implementation("sdpa")
-    with pytest.raises(ConfigError, match="under 3d-rpe, which its attention 'sdpa' knows nothing of"):
+    with pytest.raises(ConfigError, match="under 3d-rpe, which its attention 'sdpa' does not support"):
         model(ids, attention_mask=torch.ones(120, 120, dtype=torch.bool).tril()[None, None])
 
 

@@ -92,7 +92,7 @@ def test_a_folder_without_config_is_refused(folder):
 
 
 def test_a_folder_with_only_a_gguf_points_to_the_file(tmp_path, gguf):
-    assert f"give the file itself, {gguf}" in refused(tmp_path)
+    assert f"pass the file itself, {gguf}" in refused(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"model_type": "no-such-model"}', '{"model_type": 5}', "\0"])
@@ -158,8 +158,8 @@ def test_code_of_a_repository_runs_only_when_asked(folder, tmp_path, model_type)
 
 def test_a_hub_name_without_a_hub_says_what_else_to_give():
     message = refused("nobody/no-such-model")
-    assert "there is no folder nobody/no-such-model, and the hub did not give it" in message
-    assert "give a folder, a .gguf file or `default`" in message
+    assert "there is no folder nobody/no-such-model, and the hub did not serve it" in message
+    assert "pass a folder, a .gguf file or `default`" in message
 
 
 @pytest.mark.parametrize("name", ["./nothing", "/nothing/here", "nothing.gguf", "not a name", "~nobody/x", "a" * 5000])
@@ -221,7 +221,7 @@ def longchat(tmp_path):
 @torch.no_grad()
 def test_longchats_positions_are_divided_as_fastchat_does(longchat):
     loaded = load(str(longchat), device="cpu", with_tokenizer=False)
-    assert loaded.notes == ("its positions are divided by 8, as `rope_condense_ratio` in its config asks for",)
+    assert loaded.notes == ("its positions are divided by 8, as `rope_condense_ratio` in its config says",)
     stock = AutoModelForCausalLM.from_pretrained(longchat)
     ids = torch.arange(1, 200)[None]
     plain = stock(ids).logits

@@ -165,7 +165,7 @@ def test_a_picture_on_a_plane_is_refused(qwen_vl, ids):
     with torch.no_grad():
         qwen_vl(ids, position_ids=rows)
         rpe3d.extend(qwen_vl, **LAW)
-        with pytest.raises(ConfigError, match="pictures stand on a plane"):
+        with pytest.raises(ConfigError, match="images have two-dimensional positions"):
             qwen_vl(ids, position_ids=rows)
 
 

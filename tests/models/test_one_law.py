@@ -59,12 +59,12 @@ def test_a_law_is_taken_as_it_is_and_does_what_its_name_does(tiny, ids, name):
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        ({"pretrained": 128}, "pretrained is 128, and this model's is 64"),
-        ({"head_dim": 32, "rotary_dim": 16}, "head_dim is 32, and this model's is 16"),
-        ({"rope_theta": 5e5, "interleaved": True}, "rope_theta is 500000.0, and this model's is 10000.0"),
-        ({"rotary_dim": 8}, "rotary_dim is 8, and this model's is 16"),
-        ({"interleaved": True}, "interleaved is True, and this model's is False"),
-        ({"rope_scaling": LINEAR}, "rope_scaling is {'rope_type': 'linear', 'factor': 2.0}, and this model's is None"),
+        ({"pretrained": 128}, "pretrained is 128, but this model's is 64"),
+        ({"head_dim": 32, "rotary_dim": 16}, "head_dim is 32, but this model's is 16"),
+        ({"rope_theta": 5e5, "interleaved": True}, "rope_theta is 500000.0, but this model's is 10000.0"),
+        ({"rotary_dim": 8}, "rotary_dim is 8, but this model's is 16"),
+        ({"interleaved": True}, "interleaved is True, but this model's is False"),
+        ({"rope_scaling": LINEAR}, "rope_scaling is {'rope_type': 'linear', 'factor': 2.0}, but this model's is None"),
     ],
 )
 def test_a_law_for_another_model_is_refused_by_the_first_difference(tiny, ids, other, message):
@@ -81,7 +81,7 @@ def test_a_law_for_another_model_is_refused_by_the_first_difference(tiny, ids, o
 def test_a_law_has_its_own_context_and_parameters(tiny, given):
     model = tiny()
     law = make_law("3d-rpe", context=256, **facts(model))
-    with pytest.raises(ConfigError, match=f"{next(iter(given))} is given beside a law"):
+    with pytest.raises(ConfigError, match=f"{next(iter(given))} is given together with a finished law"):
         rpe3d.extend(model, law, **given)
     assert rpe3d.law_of(model) is None
 
@@ -103,7 +103,7 @@ def test_a_law_is_taken_as_text_with_its_parameters_and_from_a_file(tiny, tmp_pa
     other = make_law("3d-rpe", context=256, **facts(tiny()) | {"pretrained": 128})
     (tmp_path / "other.json").write_text(other.json)
     model = tiny()
-    with pytest.raises(ConfigError, match="other was made for a model of 128 positions, and this one has 64"):
+    with pytest.raises(ConfigError, match="other was made for a model of 128 positions, but this one has 64"):
         rpe3d.extend(model, tmp_path / "other.json")
     with pytest.raises(ConfigError, match="'chunk' in '3d-rpe:chunk' has no value"):
         rpe3d.extend(model, "3d-rpe:chunk", context=256)
@@ -114,7 +114,7 @@ def test_a_law_is_taken_as_text_with_its_parameters_and_from_a_file(tiny, tmp_pa
 def test_what_is_no_law_is_refused(tiny, law):
     """A dict or a class comes from someone who holds a law in another form: the message names the forms."""
     model = tiny()
-    with pytest.raises(ConfigError, match="which is neither a Law nor text nor a Path"):
+    with pytest.raises(ConfigError, match="which is not a Law, a str or a Path"):
         rpe3d.extend(model, law, context=256)
     assert rpe3d.law_of(model) is None
 

@@ -85,6 +85,8 @@ def test_a_text_has_the_same_temperature_at_once_and_step_by_step(ids):
 def test_what_is_given_beats_the_config():
     law = rpe3d.law_of(rpe3d.extend(qwen_1m(), "dca", context=256, chunk=32, attention_factor=1.0))
     assert (law.chunk, law.window, law.attention_factor) == (32, 64, 1.0)
+    written = rpe3d.law_of(rpe3d.extend(qwen_1m(), "dca:chunk=32", context=256, attention_factor=1.0))
+    assert written == law  # as with a keyword: the config gives what the text does not
 
 
 def test_other_laws_start_from_the_length_before_dual_chunk_attention():

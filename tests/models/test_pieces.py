@@ -65,7 +65,7 @@ def test_states_and_frequencies_of_the_model_itself_are_read_at_once(ids):
               "linear_value_head_dim": 16, "head_dim": 32, "num_hidden_layers": 4}  # fmt: skip
     scaling = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     for model, reason in (
-        (make("qwen3_5_text", **linear), "layers keep something other"),
+        (make("qwen3_5_text", **linear), "layers cache something other"),
         (make(rope_parameters=scaling), "frequencies change"),
     ):
         assert reason in refusal(model)

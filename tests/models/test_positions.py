@@ -117,7 +117,7 @@ def test_generate_on_a_right_padded_batch_is_refused(tiny, ids):
     """It puts the token after 70 others and 50 of padding at position 1, in every model."""
     model = rpe3d.extend(tiny(), context=256, **BOUNDED)
     mask = (torch.arange(120) < 70).long()[None]
-    with pytest.raises(ConfigError, match="do not count on from the 70 cached tokens"):
+    with pytest.raises(ConfigError, match="do not continue from the 70 cached tokens"):
         model.generate(ids * mask, attention_mask=mask, max_new_tokens=3, do_sample=False)
 
 
@@ -181,8 +181,8 @@ def test_a_piece_of_padding_alone(tiny, ids):
 @pytest.mark.parametrize(
     ("positions", "words"),
     [
-        (torch.arange(120) * 2, "start anew or skip within a row"),
-        (torch.cat([torch.arange(60), torch.arange(60)]), "start anew or skip within a row"),
+        (torch.arange(120) * 2, "restart or skip within a row"),
+        (torch.cat([torch.arange(60), torch.arange(60)]), "restart or skip within a row"),
     ],
     ids=["skips", "packed"],
 )
@@ -197,7 +197,7 @@ def test_positions_that_skip_from_one_forward_to_the_next_are_refused(tiny, ids,
     """Nobody kept where the cached keys stand, so only those that count on can be placed."""
     model = rpe3d.extend(tiny(), context=256, **BOUNDED)
     cache = model(ids[:, :20]).past_key_values
-    with pytest.raises(ConfigError, match="do not count on from the 20 cached tokens"):
+    with pytest.raises(ConfigError, match="do not continue from the 20 cached tokens"):
         model(ids[:, 20 : 20 + length], position_ids=torch.arange(111, 111 + length)[None], past_key_values=cache)
 
 

@@ -128,5 +128,5 @@ def test_a_missing_library_is_named(base):
     file.write_text(
         json.dumps(content | {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}})
     )
-    with pytest.raises(ConfigError, match=r"without another package .*bitsandbytes.*install the package that it names"):
+    with pytest.raises(ConfigError, match=r"without another package .*bitsandbytes.*install the package it names"):
         load(str(base), with_tokenizer=False, device="cpu")

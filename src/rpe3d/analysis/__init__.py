@@ -1,1 +1,1 @@
-"""What a law does, as tables and pictures. Tables hold every number; drawing reads a table and adds none."""
+"""Show what a law does, as tables and pictures. Tables hold every number; drawing reads a table and adds none."""

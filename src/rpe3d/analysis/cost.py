@@ -1,4 +1,4 @@
-"""What a law costs in attention: library calls of a prompt as long as the context, and memory beside it."""
+"""Compute what a law costs in attention: library calls of a prompt as long as the context, and extra memory."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Cost(NamedTuple):
     """One prompt as long as the context in one layer, in blocks of `ROWS` queries; the cache of keys is stock's."""
 
     calls: int | None
-    """Library attention calls; 0 where none has the form and attention goes tile by tile; None: too many to count."""
+    """Library attention calls; 0 if none fits and attention goes tile by tile; None: too many to count."""
     pairs: float | None
-    """Pairs of query and key that they compute, relative to all causal ones."""
+    """Pairs of query and key that the calls compute, relative to all causal ones."""
     query_bytes: int
-    """Turned copies of queries that live at a time, for each query head, in 16 bits."""
+    """Bytes of rotated copies of queries that live at a time, per query head, in 16 bits."""
     key_bytes: int
-    """The same of keys, for each key head."""
+    """Bytes of rotated copies of keys that live at a time, per key head, in 16 bits."""
 
 
 def cost(law: Law) -> Cost:

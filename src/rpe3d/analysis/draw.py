@@ -1,4 +1,4 @@
-"""The drawings of the flat figures. Each reads its table and nothing else; `paint` gives colours for light or dark."""
+"""Draw the flat figures. Each drawing reads only its table; `paint` gives colours for light or dark."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from rpe3d.drawing.palette import (
 from rpe3d.geometry import LAWS
 
 HATCHES = ("", "", "////", "")
-"""Of the kinds of pairs, so that unseen ones are told from others in a print without colours."""
+"""Hatches of the kinds of pairs, so that unseen ones stand out in a print without colours."""
 CHANGED = Colour("#cfe3f5", "#1d4566")
-"""Behind a position that is not the true distance."""
+"""Background of a position that is not the true distance."""
 
 
 def draw_circle(figure: Any, table: Table, paint: Paint) -> None:
@@ -53,7 +53,7 @@ def draw_circle(figure: Any, table: Table, paint: Paint) -> None:
 
 
 def draw_decay(figure: Any, table: Table, paint: Paint) -> None:
-    """Draw Figure 1 (c)(d): one panel each, the claimed floor dotted, and what the claim comes to in words."""
+    """Draw Figure 1 (c)(d): one panel each, with the claimed floor dotted, and the outcome of the claim in words."""
     laws = table.kinds("law")
     every = figure.subplots(len(laws), 1, sharex=True, sharey=True)
     titles = {
@@ -121,7 +121,7 @@ def draw_interpolation(figure: Any, table: Table, paint: Paint) -> None:
 
 
 def draw_chunking(figure: Any, table: Table, paint: Paint) -> None:
-    """Draw Figure 2: the tokens above, and below a circle for each chunk with h, h⊥ and the turned vectors."""
+    """Draw Figure 2: the tokens above, and below them a circle for each chunk with h, h⊥ and the rotated vectors."""
     above, *circles = figure.subplot_mosaic([["t", "t", "t"], ["0", "1", "2"]], height_ratios=[1, 3]).values()
     above.axis("off")
     above.set_xlim(-0.6, len(table.rows) - 0.4)
@@ -157,7 +157,7 @@ def _arrow(axes: Any, x: float, y: float, colour: str, width: float) -> None:
 
 
 def draw_matrices(figure: Any, table: Table, paint: Paint) -> None:
-    """Draw Figure 3: a cell says the pair as printed or as defined, or the one position shown."""
+    """Draw Figure 3: a cell shows the pair as printed or as defined, or the one position shown."""
     titles = {
         "printed": "as printed: (distance div c, mod c)",
         "definition": "as Definition 1 gives it: (i - j, m - n)",
@@ -197,7 +197,7 @@ def draw_matrices(figure: Any, table: Table, paint: Paint) -> None:
 
 
 def draw_positions(figure: Any, table: Table, paint: Paint) -> None:
-    """Draw small multiples, one law each; stock RoPE in all of them as the line to compare with."""
+    """Draw small multiples, one per law, with stock RoPE in all of them for comparison."""
     laws = table.kinds("law")
     pretrained, context = table.column("pretrained")[0], max(table.column("distance")) + 1
     every = figure.subplots(math.ceil(len(laws) / 5), 5, sharex=True, sharey=True).flatten()

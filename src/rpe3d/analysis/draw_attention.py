@@ -9,7 +9,7 @@ from rpe3d.drawing.axes import TEXT, Paint
 from rpe3d.drawing.palette import BAND, INK, PAGE, SOFT, Colour
 
 REGIONS = (Colour("#bcd9f7", "#1f4a73"), Colour("#fbcfae", "#7a3512"))
-"""Behind near and far pairs."""
+"""Background colours of near and far pairs."""
 NAMES = ("near: RoPE as it is", "far: turned otherwise")
 MARKED = 23
 """The query whose parts are followed."""
@@ -54,7 +54,7 @@ def draw_attention(figure: Any, table: Table, paint: Paint) -> None:
 
 
 def _draw_merge(axes: Any, table: Table, paint: Paint) -> None:
-    """Draw what every call gives to the marked query, and the sum of it."""
+    """Draw what every call contributes to the marked query, and the sum."""
     parts = sorted((row for row in table.rows if row[3] <= MARKED < row[3] + row[4]), key=lambda row: row[5])
     axes.set_xlim(0, 10)
     axes.set_ylim(24.2, -0.5)

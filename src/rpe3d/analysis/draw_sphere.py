@@ -1,4 +1,4 @@
-"""A sphere on flat axes, seen from above its equator: what lies behind is drawn faint, nothing is hidden."""
+"""Draw a sphere on flat axes, seen from above its equator: the far side is drawn faint, nothing is hidden."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rpe3d.drawing.palette import BAND, BLUE, GREEN, INK, ORANGE, PAGE, SOFT, Co
 Point = tuple[float, float, float]
 AZIMUTH, ELEVATION = math.radians(35), math.radians(20)
 CHUNKS = ((BLUE, "o"), (ORANGE, "s"), (GREEN, "^"))
-"""Colour and mark of the first chunks, which a print without colours tells apart, too."""
+"""Colour and marker of the first chunks, which differ even in a print without colours."""
 
 
 def project(point: Sequence[float]) -> tuple[float, float, float]:
-    """Return right, up, and towards the eye."""
+    """Return the coordinates right, up, and towards the eye."""
     x, y, z = point
     across = x * math.cos(AZIMUTH) + y * math.sin(AZIMUTH)
     return (
@@ -54,7 +54,7 @@ def flat(axes: Any) -> None:
 def path(
     axes: Any, paint: Paint, points: Iterable[Point], colour: Colour, *, width: float = 1.4, through: bool = False
 ) -> None:
-    """Draw a line over the sphere, faint behind it; `through` it in one strength."""
+    """Draw a line on the sphere, faint on the far side; with `through`, in one strength."""
     places = [project(point) for point in points]
     for front in (False, True):
         x = [x if through or (depth >= 0) == front else math.nan for x, _, depth in places]
@@ -73,7 +73,7 @@ def mark(axes: Any, paint: Paint, point: Sequence[float], colour: Colour, shape:
 
 
 def words(axes: Any, paint: Paint, text: str, point: Sequence[float], away: float = 1.16, **look: Any) -> None:
-    """Write words beside a point, `away` times as far from the middle."""
+    """Write words next to a point, `away` times as far from the centre."""
     x, y, _ = project(point)
     look = {"ha": "center", "va": "center", "color": paint(INK), "size": TEXT} | look
     axes.text(x * away, y * away, text, zorder=5, **look)

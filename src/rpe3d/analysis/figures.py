@@ -1,4 +1,4 @@
-"""Every figure by name: the function that makes its table, the one that draws it, and how all of them are written."""
+"""List every figure by name, with the functions that make and draw its table, and write them."""
 
 from __future__ import annotations
 
@@ -74,11 +74,11 @@ def files(names: Iterable[str]) -> Iterator[tuple[str, bytes]]:
 
 
 def write_figures(folder: Path, names: Iterable[str], progress: Callable[[str], object] = str) -> list[Path]:
-    """Write all `files` into a folder that exists, each whole or not at all; returns their paths."""
+    """Write all `files` into an existing folder, each atomically, and return their paths."""
     written = []
     for name, content in files(names):
         path = folder / name
-        with refusing(f"cannot write {path}", "give --out a folder that can be written to"):
+        with refusing(f"cannot write {path}", "pass a writable folder to --out"):
             write_bytes(path, content)
         written.append(path)
         progress(name)

@@ -1,4 +1,4 @@
-"""Figures that the paper does not have: every law on one model, 8k extended to 64k, and how attention runs."""
+"""Make the figures that the paper does not have: every law on one model, 8k extended to 64k, and how attention runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def positions(points: int = 1024) -> Table:
     return Table(
         title="What each law shows the model",
         caption="Relative position instead of the true distance, for the last query of 64k tokens; pretrained on 8k "
-        "(d = 64, base 100000), phases aside. In the band lie the positions met in training. Where a law changes "
+        "(d = 64, base 100000), ignoring phases. The band marks the positions seen in training. If a law changes "
         "frequencies, the fastest plane is solid and the slowest dotted.",
         columns=("law", "pretrained", "distance", "fastest plane", "slowest plane"),
         rows=rows,
@@ -37,10 +37,10 @@ def regions() -> Table:
         law = make_law(name, **MODEL)
         rows += [(name, law.pretrained, *run) for run in runs(law)]
     return Table(
-        title="What becomes of every distance",
-        caption="For the last query of 64k tokens, model as above. Exact: every plane is turned as in training. "
-        "Compressed: turned otherwise, but to angles met in training. Unseen: some plane is turned to an angle that it "
-        "never met there, which only planes can that did not go full circle.",
+        title="What happens to every distance",
+        caption="For the last query of 64k tokens, model as above. Exact: every plane is rotated as in training. "
+        "Compressed: rotated differently, but to angles seen in training. Unseen: some plane is rotated to an angle "
+        "that it never saw in training, which is only possible for planes that did not go full circle.",
         columns=("law", "pretrained", "kind", "first", "last"),
         rows=rows,
     )
@@ -59,7 +59,7 @@ def attention() -> Table:
     return Table(
         title="How attention under a law runs",
         caption="24 tokens in chunks of 4 under 3D-RPE with a window of one chunk. Near pairs keep RoPE, far pairs are "
-        "turned otherwise; few library calls cover both, and their parts are merged exactly.",
+        "rotated differently; a few library calls cover both, and their parts are merged exactly.",
         columns=("call", "region", "shape", "query", "rows", "key", "columns"),
         rows=rows,
     )

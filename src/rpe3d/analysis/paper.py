@@ -1,4 +1,4 @@
-"""The figures of the paper as tables, with what it prints beside what its definitions give (docs/errata.md)."""
+"""Compute the paper's figures as tables: what it prints, next to what its definitions give (docs/errata.md)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FLOOR = 5.0
 
 
 def circle(plane: int = 10) -> Table:
-    """Compute Figure 1 (a): a token at position p stands at the angle p θ_l of a circle (eq. 2)."""
+    """Compute Figure 1 (a): a token at position p is at the angle p θ_l of a circle (eq. 2)."""
     law = make_law("rope", **SMALL)
     position = torch.arange(law.context)
     angle = _turn(law, position, plane)
@@ -37,7 +37,7 @@ def circle(plane: int = 10) -> Table:
     return Table(
         title="Figure 1 (a): RoPE on its circle",
         caption=f"{law.context} tokens in plane {plane} of a head of {SMALL['head_dim']} dimensions, base 10000. "
-        f"Beyond the pretrained length, here {law.pretrained}, a token stands where none stood in training.",
+        f"Beyond the pretrained length, here {law.pretrained}, a token is where none was in training.",
         columns=("position", "in training", "angle", "x", "y"),
         rows=list(rows),
     )
@@ -76,7 +76,7 @@ def decay(context: int = 8000) -> Table:
         rows += [(law.name, *pair) for pair in zip(distance.tolist(), bound, strict=True)]
     return Table(
         title="Figure 1 (c)(d): the bound of eq. 7",
-        caption="How strongly a pair can correlate at all. d = 128, base 10000, pretrained 4096, context 8000. Beyond "
+        caption="How strongly a pair can correlate at most. d = 128, base 10000, pretrained 4096, context 8000. Beyond "
         "1000 RoPE is not always below 5, nor does 3D-RPE as defined stay above it (errata 7, 8).",
         columns=("law", "distance", "bound"),
         rows=rows,
@@ -115,8 +115,8 @@ def chunking(plane: int = 4) -> Table:
         rows.append((p, j, m, 2.0**-j, angle, math.cos(angle), math.sin(angle)))
     return Table(
         title="Figure 2: chunks, and the turn of a state vector",
-        caption="The phase φ_j tilts h⊥ towards h, the offset m turns the result by m θ. Both are turns in one plane, "
-        "so together they are one turn, by m θ + π/2 - φ_j (erratum 6). Drawn with phase base 2, to be seen.",
+        caption="The phase φ_j tilts h⊥ towards h, the offset m rotates the result by m θ. Both are rotations in one "
+        "plane, so together they are one, by m θ + π/2 - φ_j (erratum 6). Drawn with phase base 2, to be visible.",
         columns=("position", "chunk", "offset", "phi", "angle", "x", "y"),
         rows=rows,
     )
@@ -143,8 +143,8 @@ def matrices(chunk: int = 4, length: int = 12) -> Table:
                 rows.append((form, query, key, int(between), int(within), f[query, key].item()))
     return Table(
         title=f"Figure 3: relative position matrix, c = {chunk}, L = {length}",
-        caption="Rows are queries, columns keys. As printed no turn of single tokens can give it; Definition 1 shows "
-        "tokens of the chunk before as coming after the query (errata 4, 5). Dual-chunk and bounded show no negative "
+        caption="Rows are queries, columns keys. As printed, no per-token rotation can produce it; Definition 1 shows "
+        "tokens of the previous chunk as coming after the query (errata 4, 5). Dual-chunk and bounded show no negative "
         "position; the bounded form stays exact for its neighbours (window 4) and below its reach, 10.",
         columns=("form", "query", "key", "between", "within", "shown"),
         rows=rows,

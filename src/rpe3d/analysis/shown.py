@@ -1,4 +1,4 @@
-"""What a law shows a model instead of the true distance, and whether the model has ever met it."""
+"""Compute what a law shows a model instead of the true distance, and whether the model has ever seen it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from rpe3d.geometry import Law
 
 KINDS = ("exact", "compressed", "unseen", "not attended")
-"""What becomes of a pair: as in training; another angle, but one met in training; one never met; left out."""
+"""What happens to a pair: rotated as in training; to another angle seen in training; to one never seen; left out."""
 
 
 def distances(law: Law, count: int) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Rows of numbers and names, and the sentence that says what they are. None: there is no such value."""
+    """Rows of numbers and names, and a sentence that describes them. None: there is no such value."""
 
     title: str
     caption: str
@@ -30,7 +30,7 @@ class Table:
         return [row[place] for row in self.rows]
 
     def kinds(self, name: str) -> list[Any]:
-        """Return the different values of a column, in the order in which they come."""
+        """Return the distinct values of a column, in order of appearance."""
         return list(dict.fromkeys(self.column(name)))
 
     def csv(self) -> str:
@@ -43,5 +43,5 @@ class Table:
 
 
 def numbers(values: Iterable[float]) -> list[float | None]:
-    """Replace NaN by None: an empty cell, not a word."""
+    """Replace NaN with None: an empty cell, not a word."""
     return [None if value != value else value for value in values]

@@ -1,13 +1,13 @@
-"""Attention that keeps a law: q, k, v and a law to the output and the log-sum-exp of every row.
+"""Attention under a law: from q, k, v and a law to the output and the log-sum-exp of every row.
 
     out, lse = attention(q, k, v, law)                      # q [b, h, t, d], k and v [b, g, s, d]
-    out, lse = attention(q, k, v, law, rotated=True)        # q and k rotated by stock RoPE already
+    out, lse = attention(q, k, v, law, rotated=True)        # q and k already rotated by stock RoPE
 
-A `Problem` is what attention is given, checked. `choose` finds the implementation that runs it. Each is a module with
-two functions, `refusal(problem)` and `prepare(problem)`; what the latter returns takes the vectors of any like layer.
-`reference` is the specification. `blocked` makes it of the machine's own attention calls. `prefill` is one kernel for a
-prompt on a GPU, where that many calls would keep the host busy. `decode` is for a few queries against a long cache: a
-kernel on a GPU, plain PyTorch elsewhere.
+A `Problem` holds the validated inputs, and `choose` finds the implementation that runs it. Each implementation is a
+module with two functions, `refusal(problem)` and `prepare(problem)`; the latter returns a function that takes the
+vectors of any layer of the same shape. `reference` is the specification. `blocked` combines library attention calls.
+`prefill` is one kernel for a prompt on a GPU, where many calls would keep the host busy. `decode` is for a few queries
+against a long cache: a kernel on a GPU, plain PyTorch elsewhere. `chosen` is for laws whose queries choose far keys.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """Return causal attention under a law: the output [b, h, t, e] and the log-sum-exp [b, h, t] of every row.
 
-    Positions are ranges or integers [t] or [b, t], rising; without them the keys are 0 .. s - 1 and the queries the
-    last of them. A mask is False at padding, on either side. `scale` defaults to 1 / sqrt(d); `softcap` bends scores by
-    tanh; `sinks` is one logit per head that joins the denominator. With `rotated` q and k have been rotated by the
-    model's own RoPE, as a Hugging Face cache holds them. impl: "auto", "reference", "blocked", "chosen" (gradients on a
-    GPU alone), or forward only "prefill" and "decode"; `explain` says what "auto" would take, and why. backend: the
-    library behind "blocked". memory: of the cache that holds these keys, where queries choose their far keys: what a
-    decoding step finds out about a block, the next need not.
+    Positions are ranges, or increasing integers [t] or [b, t]; by default the keys are at 0 .. s - 1 and the queries
+    are the last of them. A mask is False at padding, on either side. `scale` defaults to 1 / sqrt(d); `softcap` limits
+    scores with tanh; `sinks` is one logit per head that joins the denominator. With `rotated`, q and k are already
+    rotated by the model's own RoPE, as in a Hugging Face cache. `impl` is "auto", "reference", "blocked", "chosen"
+    (gradients on a GPU only) or, forward only, "prefill" or "decode"; `explain` tells which one "auto" picks, and why.
+    `backend` names the library behind "blocked". `memory`, for queries that choose their far keys, belongs to the cache
+    of these keys and keeps what one decoding step learned about a block for the next.
     """
     given: dict[str, Any] = {
         "query_positions": query_positions,
@@ -74,7 +74,7 @@ def attention(
 def run(
     problem: Problem, impl: str = "auto", backend: str | None = None, memory: Memory | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the solution of a problem, by the implementation asked for."""
+    """Return the solution of a problem, computed by the requested implementation."""
     if torch.compiler.is_compiling():  # a decorator would import torch's compiler, a second, in every process
         out, lse = torch.compiler.disable(_run)(problem, impl, backend, memory)
         return out, lse
@@ -89,17 +89,17 @@ def _run(problem: Problem, impl: str, backend: str | None, memory: Memory | None
 def solve(
     prepared: Prepared, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, memory: Memory | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the output of a prepared problem, which may remember what it knows of a cache."""
+    """Return the output of a prepared problem, with the cache's memory if it can use one."""
     if memory is not None and remembers(prepared):
         return prepared(q, k, v, sinks, memory)
     return prepared(q, k, v, sinks)
 
 
 class Shared:
-    """`attention` for the layers of a forward: what is the same for vectors that look alike is prepared once.
+    """Run `attention` for all layers of a forward pass, preparing what layers of the same shape share only once.
 
-    It holds schedules, bound kernels and tables of cos and sin, so it should go when the forward does. It is not for
-    code that torch.compile traces, which has `attention`. Positions and masks may be given once for all calls.
+    An instance holds schedules, bound kernels and cos/sin tables, so drop it after the forward pass. It is not for code
+    that torch.compile traces; use `attention` there. Positions and masks may be passed once for all calls.
     """
 
     def __init__(self, **given: Any) -> None:
@@ -136,7 +136,7 @@ class Shared:
         memory: Memory | None = None,
         **given: Any,
     ) -> Tensor:
-        """Return the output alone, for layers that run one after the other outside a CUDA graph.
+        """Return only the output, for layers that run one after the other outside a CUDA graph.
 
         A decoding step then allocates nothing else.
         """

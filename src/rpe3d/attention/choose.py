@@ -1,4 +1,4 @@
-"""Which implementation runs a problem, and why."""
+"""Choose the implementation that runs a problem, and say why."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ dimension 128 it has 440 of cuDNN's 600 TFLOP/s (docs/log.md)."""
 
 
 class Decision(NamedTuple):
-    """An implementation, the reason for it, and the problem prepared by it."""
+    """The chosen implementation, the reason for it, and the problem prepared by it."""
 
     impl: str
     reason: str
@@ -28,7 +28,7 @@ class Decision(NamedTuple):
 
 
 def choose(problem: Problem, impl: str = "auto", backend: str | None = None) -> Decision:
-    """Return the implementation asked for, or the best for a problem, with the problem prepared by it."""
+    """Return the requested implementation, or the best one for a problem, with the problem prepared by it."""
     if choice("impl", impl, IMPLS) == "auto":
         return _best(problem, backend)
     if impl == "blocked":
@@ -49,7 +49,7 @@ def _best(x: Problem, backend: str | None) -> Decision:
     if x.q.dtype == torch.float64 and x.q.is_cuda:
         return Decision("reference", "no library attention takes float64 on CUDA", reference.prepare(x))
     if x.law.chooses and backend is None and chosen.refusal(x) is None:
-        return Decision("chosen", "queries choose their far keys: a tile of them at a time", chosen.prepare(x))
+        return Decision("chosen", "queries choose their far keys: one tile of queries at a time", chosen.prepare(x))
     calls = blocked.Calls(x, backend)
     if not x.q.is_cuda or backend is not None:
         return Decision("blocked", calls.reason, calls)
@@ -57,7 +57,7 @@ def _best(x: Problem, backend: str | None) -> Decision:
 
 
 def prompt(x: Problem, calls: blocked.Calls) -> Decision:
-    """Return what a GPU runs a prompt with: library calls or the prefill kernel."""
+    """Return how a GPU runs a prompt: with library calls or with the prefill kernel."""
     library = calls.reason
     if reason := prefill.refusal(x):
         return Decision("blocked", f"{library} (the prefill kernel: {reason})", calls)
@@ -71,6 +71,6 @@ def prompt(x: Problem, calls: blocked.Calls) -> Decision:
 
 
 def explain(problem: Problem) -> tuple[str, str]:
-    """Return what impl="auto" takes, and why."""
+    """Return the implementation that impl="auto" picks, and why."""
     chosen: Decision = choose(problem)
     return chosen.impl, chosen.reason

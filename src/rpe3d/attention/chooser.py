@@ -1,11 +1,11 @@
-"""Which far blocks of keys a query sees, where a law gives it a `Choice`: the specification, for any positions.
+"""Find which far blocks of keys a query sees under a law with a `Choice`: the specification, for any positions.
 
-A `Chooser` has looked at the keys of a problem; asked about queries, it says which blocks each of them chooses. All of
-it is without gradients: attention is exact for the choice that was made, and the choice itself is not differentiated.
-Sums are in float32, or in float64 for vectors in float64. Summaries and aims are then rounded to bfloat16 and scores to
-levels, which hides most differences between two orders of a sum, and enlarges one that crosses a boundary: in 7 of
-74,880 choices a change of 1e-6 of all vectors chose another block, and without any rounding in none (docs/log.md). The
-same arithmetic gives the same choice; in float32 and below, another order of its sums sometimes does not.
+A `Chooser` has read the keys of a problem; asked about queries, it says which blocks each of them chooses. All of it is
+without gradients: attention is exact for the choice that was made, and the choice itself is not differentiated. Sums
+are in float32, or in float64 for float64 vectors. Summaries and aims are then rounded to bfloat16 and scores to levels,
+which hides most differences between two summation orders, and enlarges one that crosses a boundary: in 7 of 74,880
+choices a change of 1e-6 of all vectors chose another block, and without any rounding in none (docs/log.md). The same
+arithmetic gives the same choice; in float32 and below, another summation order sometimes does not.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from rpe3d.geometry.region import STOCK, Choice
 from rpe3d.rotation import cos_sin, rotate
 
 ALIKE = 1e-5
-"""A difference of two vectors that is shorter than this part of the first is rounding, and has no direction."""
+"""A difference of two vectors that is shorter than this fraction of the first is rounding, and has no direction."""
 
 
 class Chooser:
-    """The keys of a problem as a region's choice sees them: bare of positions, and the summary of every block."""
+    """The keys of a problem as a region's choice sees them: without positions, and with the summary of every block."""
 
     @torch.no_grad()
     def __init__(self, x: Problem, region: Region) -> None:
@@ -39,7 +39,7 @@ class Chooser:
         self.there = torch.ones_like(positions, dtype=torch.bool) if x.key_mask is None else x.key_mask
         least, most = torch.stack(torch.where(self.there, positions, 0).aminmax()).tolist()
         if least < 0:
-            raise ConfigError(f"a key stands at {least}, before the first block", "give positions from 0 on")
+            raise ConfigError(f"a key is at position {least}, before the first block", "pass positions from 0 on")
         # Sorted also where slots of padding say otherwise; a token comes first of those that claim its position.
         self.positions = torch.where(self.there, positions, -1).cummax(1).values.contiguous()
         self.keys = bare(x, x.k, positions).masked_fill(~self.there[:, None, :, None], 0.0)
@@ -75,7 +75,7 @@ class Chooser:
 
     @torch.no_grad()
     def __call__(self, x: Problem) -> Bool[Tensor, "b h t s"]:
-        """Return which keys lie in blocks that queries choose, of a problem with the first of these keys."""
+        """Return which keys lie in blocks that queries choose, for a problem with the first of these keys."""
         picked, s = self.blocks(x), x.k.shape[2]
         index = torch.where(self.there, self.block, 0)[:, None, None, :s].expand(-1, *picked.shape[1:3], -1)
         groups = x.q.shape[1] // x.k.shape[1]
@@ -83,7 +83,7 @@ class Chooser:
 
     @torch.no_grad()
     def blocks(self, x: Problem) -> Bool[Tensor, "b g t m"]:
-        """Return which blocks queries choose, of all that the keys make."""
+        """Return which of all blocks the queries choose."""
         (b, _, t, _), g, m = x.q.shape, x.k.shape[1], self.summaries.shape[2]
         can = self._can(x.positions()[0])
         if m <= self.choice.most:
@@ -106,14 +106,14 @@ class Chooser:
         return (can & self.filled[:, None])[:, None]
 
     def aims(self, x: Problem) -> Float[Tensor, "b g t d"]:
-        """Return what queries look for."""
+        """Return the aims of the queries: the directions that they look for."""
         (b, h, t, d), g, (query, _) = x.q.shape, x.k.shape[1], x.positions()
         recent, weight = self._recent(query)
         asked = bare(x, x.q, query).view(b, g, h // g, t, d).mean(2)
         return rounded(direction(recent - weight * self.centre, recent) + self.choice.query * direction(asked, asked))
 
     def _recent(self, query: Int[Tensor, "b t"]) -> tuple[Float[Tensor, "b g t d"], Float[Tensor, "b 1 t 1"]]:
-        """Return the sum of the last keys of every query, the older the lighter, and the weight of all of them."""
+        """Return the weighted sum of the last keys of every query, older keys weighing less, and the total weight."""
         slot = self._slots(query)
         if bool((self.positions.gather(1, slot) == query).all()):  # every query is among the keys
             sums, weights = self.recent
@@ -140,7 +140,7 @@ class Chooser:
         return total, weight
 
     def _slots(self, query: Int[Tensor, "b t"]) -> Int[Tensor, "b t"]:
-        """Return the first slots that claim positions, or others where none does."""
+        """Return the first slots that hold these positions, or others if none does."""
         return torch.searchsorted(self.positions, query.contiguous()).clamp(max=self.positions.shape[1] - 1)
 
 
@@ -154,12 +154,12 @@ def bare(x: Problem, vectors: Float[Tensor, "b n l d"], positions: Int[Tensor, "
 
 
 def direction(x: Float[Tensor, "... d"], of: Float[Tensor, "... d"]) -> Float[Tensor, "... d"]:
-    """Return x / |x|; zeros where x is but the rounding of what it is a difference `of`."""
+    """Return x / |x|, or zeros if x is only the rounding error of a difference `of` two vectors."""
     length = x.norm(dim=-1, keepdim=True)
     least = ALIKE * of.norm(dim=-1, keepdim=True)
     return torch.where(length <= least, 0.0, x / length.clamp(min=torch.finfo(x.dtype).tiny))
 
 
 def rounded(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """Return x with the precision of bfloat16."""
+    """Return x rounded to bfloat16."""
     return x.to(torch.bfloat16).to(x.dtype)

@@ -48,7 +48,7 @@ def _plan(law: Law) -> Plan:
         key_still = region.key.is_stock
         if not key_still:
             if not whole_chunks(region.key):
-                return Plan(refusal="its far keys turn token by token")
+                return Plan(refusal="its far keys rotate token by token")
             chunks.add(region.key.chunk)
         turning.append(not (key_still and region.query.is_stock))
     if len(chunks) > 1:

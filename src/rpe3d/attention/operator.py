@@ -1,6 +1,6 @@
-"""Attention as one opaque operator of plain values: torch.compile(fullgraph=True) keeps a model in one graph.
+"""Wrap attention as one opaque operator of plain values, so that torch.compile(fullgraph=True) keeps one graph.
 
-Forward only. Where gradients are asked for, the graph breaks and the eager implementations run as they are.
+It is forward only. If gradients are needed, the graph breaks and the eager implementations run as they are.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def call(
     key_positions: Positions,
     **rest: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Return `attention` inside torch.compile: its positions become tensors, the law its text."""
+    """Return `attention` inside torch.compile: its positions become tensors, the law its JSON."""
     tensors: list[Tensor | None] = []
     for p in (query_positions, key_positions):
         if isinstance(p, range):
@@ -90,5 +90,5 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tens
 
 @lru_cache(maxsize=64)
 def _law(text: str) -> Law:
-    """Return a graph holds a law as text. Made once, it keeps what kernels read of it."""
+    """Return the law of a graph, which holds it as JSON; made once, it keeps what kernels read of it."""
     return make_law(**json.loads(text))

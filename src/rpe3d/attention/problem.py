@@ -1,4 +1,4 @@
-"""What attention takes and returns, checked once for every implementation."""
+"""The inputs of attention, validated once for every implementation."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from rpe3d.rotation import cos_sin, rotate
 from rpe3d.rotation.table import Places
 
 Prepared = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
-"""A problem without its vectors: from q, k, v and sinks to the output and the log-sum-exp."""
+"""A prepared problem, without its vectors: a function from q, k, v and sinks to the output and the log-sum-exp."""
 Run = tuple[slice, range]
-"""Where the tokens of a sequence lie, and the range of their positions."""
+"""Slots of a sequence's tokens, and the range of their positions."""
 
 
 @dataclass(frozen=True)
 class Placed:
-    """Positions of which the host knows where they are: made once, they spare every layer a wait for the device."""
+    """Positions in a tensor, with what the host knows of them: made once, it spares every layer a device sync."""
 
     positions: Int[Tensor, "b n"]
     runs: tuple[Run | None, ...] | None = None
-    """One per sequence, padding aside; None for a sequence whose tokens are not consecutive, or where nobody knows."""
+    """One run per sequence, without padding; None for a sequence whose tokens are not consecutive, or if unknown."""
     starts: tuple[int | None, ...] | Int[Tensor, " b"] | None = None
-    """One per sequence: the token in slot n stands at start + n; None for a sequence where no start is right.
+    """One start per sequence: the token in slot n is at start + n; None for a sequence where no start fits.
 
-    A tensor is a promise: nobody reads it from the device to see whether it is kept.
+    A tensor is trusted: it is never read from the device to check it.
     """
     places: tuple[Places, ...] = ()
-    """One per sequence where some skip ahead, and nothing is padding."""
+    """One entry per sequence if some positions skip ahead and there is no padding."""
 
 
 Positions = Tensor | range | Placed | None
@@ -44,9 +44,9 @@ Positions = Tensor | range | Placed | None
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One attention problem, whole and checked. b batch, h query heads, g key heads, t queries, s keys, d head dim.
+    """A complete, validated attention problem: b batch, h query heads, g key heads, t queries, s keys, d head dim.
 
-    Positions stay a `range` where they are one: then nobody has to ask the device what they are.
+    Positions given as a `range` stay a `range`, so that they never have to be read from the device.
     """
 
     q: Float[Tensor, "b h t d"]
@@ -63,11 +63,11 @@ class Problem:
     rotated: bool
     query_placed: Placed | None = None
     key_placed: Placed | None = None
-    """What the caller knows of positions that are tensors."""
+    """What the caller knows about positions that are tensors."""
 
     @cached_property
     def frequencies(self) -> Float64[Tensor, " l"]:
-        """θ_l in force, on the device of q: a copy to it would wait for everything that the device still has to do."""
+        """The law's frequencies θ_l on the device of q, kept there since a copy would wait for all queued work."""
         device = self.q.device
         if self.law.grows:
             length = self.keys[-1] + 1 if isinstance(self.keys, range) else int(self.keys.max()) + 1
@@ -77,41 +77,41 @@ class Problem:
 
     @property
     def needs_gradient(self) -> bool:
-        """Whether a gradient is asked for."""
+        """Whether a gradient with respect to q, k, v or the sinks is needed."""
         vectors = (self.q, self.k, self.v, self.sinks)
         return torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in vectors)
 
     def hollow(self) -> Problem:
-        """Return the problem without its vectors: shapes, types and devices stay, memory does not."""
+        """Return the problem without its vectors: shapes, dtypes and devices stay, the memory is released."""
         q, k, v = (y.detach().new_empty(1).expand(y.shape) for y in (self.q, self.k, self.v))
         return replace(self, q=q, k=k, v=v, sinks=None)
 
     @property
     def scaling(self) -> float:
-        """What cos and sin are multiplied by: nothing where q and k are rotated already."""
+        """Factor that multiplies cos and sin: 1 if q and k are already rotated."""
         return 1.0 if self.rotated else self.law.attention_scaling
 
     def angles(self, turn: Turn, positions: Int[Tensor, "*p"], theta: Float64[Tensor, " l"]) -> Float64[Tensor, "*p l"]:
-        """Return by how much vectors at these positions have still to be turned."""
+        """Return the angles by which vectors at these positions have yet to be rotated."""
         return turn.angle(positions, theta, stock=self.rotated)
 
     def positions(self) -> tuple[Int[Tensor, "b t"], Int[Tensor, "b s"]]:
-        """Return both as tensors, one row per sequence."""
+        """Return the query and key positions as tensors, one row per sequence."""
         return self._tensor(self.queries), self._tensor(self.keys)
 
     @cached_property
     def query_runs(self) -> tuple[Run | None, ...]:
-        """Where the queries of every sequence lie; None: they are not consecutive."""
+        """Runs of the queries, one per sequence; None if they are not consecutive."""
         return self._runs(self.query_placed, self.queries, self.query_mask)
 
     @cached_property
     def key_runs(self) -> tuple[Run | None, ...]:
-        """Where the keys of every sequence lie; None: they are not consecutive."""
+        """Runs of the keys, one per sequence; None if they are not consecutive."""
         return self._runs(self.key_placed, self.keys, self.key_mask)
 
     @cached_property
     def places(self) -> tuple[Places, ...]:
-        """Of queries and keys alike, where they skip ahead; read from the device where nobody has."""
+        """Shared places of queries and keys that skip ahead, read from the device if they are not known yet."""
         if self.query_mask is not None or self.key_mask is not None:
             return ()
         if self.query_placed is not None and self.query_placed is self.key_placed:
@@ -124,9 +124,9 @@ class Problem:
 
     @cached_property
     def key_starts(self) -> Int[Tensor, " b"] | None:
-        """Of every sequence, where slot 0 would stand if the keys counted on from it; None if they do not.
+        """Position that slot 0 of every sequence would have if the keys counted up from it; None if they do not.
 
-        Where only the device knows, it is asked, which no CUDA graph can do while it is captured.
+        If only the device knows, it is read back, which is impossible while a CUDA graph is captured.
         """
         known = None if self.key_placed is None else self.key_placed.starts
         if isinstance(known, Tensor):
@@ -174,7 +174,7 @@ def check(
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4 or not x.dtype.is_floating_point:
             raise ConfigError(
-                f"{name} is {tuple(x.shape)} {x.dtype}", "give floating point [batch, heads, tokens, dim]"
+                f"{name} is {tuple(x.shape)} {x.dtype}", "pass floating point [batch, heads, tokens, dim]"
             )
         if x.dtype != q.dtype or x.device != q.device:
             raise ConfigError(
@@ -183,11 +183,11 @@ def check(
     (b, h, t, d), (g, s) = q.shape, k.shape[1:3]
     if k.shape[0] != b or v.shape[:3] != k.shape[:3] or k.shape[3] != d:
         raise ConfigError(
-            f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit",
-            "give q [b, h, t, d], k [b, g, s, d], v [b, g, s, e]",
+            f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit together",
+            "pass q [b, h, t, d], k [b, g, s, d], v [b, g, s, e]",
         )
     if t == 0 or s == 0 or b == 0:
-        raise ConfigError(f"there are {b} sequences of {t} queries and {s} keys", "give at least one of each")
+        raise ConfigError(f"there are {b} sequences of {t} queries and {s} keys", "pass at least one of each")
     if g == 0 or h % g:
         raise ConfigError(f"{h} query heads are not a multiple of {g} key heads", "repeat or drop heads")
     if law.rotary.head_dim != d:
@@ -198,15 +198,15 @@ def check(
     if key_positions is None:
         key_positions = range(s)
         if query_positions is None and t > s:
-            raise ConfigError(f"{t} queries are more than {s} keys", "give query_positions")
+            raise ConfigError(f"{t} queries are more than {s} keys", "pass query_positions")
         query_positions = range(s - t, s) if query_positions is None else query_positions
     if query_positions is None:
-        raise ConfigError("key_positions are given without query_positions", "give both")
+        raise ConfigError("key_positions are given without query_positions", "pass both")
     for name, mask, shape in (("query_mask", query_mask, (b, t)), ("key_mask", key_mask, (b, s))):
         if mask is not None and (mask.shape != shape or mask.dtype != torch.bool):
-            raise ConfigError(f"{name} is {tuple(mask.shape)} {mask.dtype}", f"give bool {shape}, False: padding")
+            raise ConfigError(f"{name} is {tuple(mask.shape)} {mask.dtype}", f"pass bool {shape}, False at padding")
     if sinks is not None and sinks.shape != (h,):
-        raise ConfigError(f"sinks is {tuple(sinks.shape)}", f"give one number per query head, {(h,)}")
+        raise ConfigError(f"sinks is {tuple(sinks.shape)}", f"pass one number per query head, {(h,)}")
     return Problem(
         q=q,
         k=k,
@@ -226,15 +226,15 @@ def check(
 
 
 def refuse_second_derivative(what: str) -> None:
-    """Say so in a backward that is itself to be differentiated: what it leaves unsaid would be a derivative of zero."""
+    """Refuse to differentiate a backward a second time: the result would silently be zero."""
     if torch.is_grad_enabled():
         raise ConfigError(
-            f"{what} have no second derivative (create_graph=True)", 'use impl="reference" where one is needed'
+            f"{what} have no second derivative (create_graph=True)", 'use impl="reference" if you need one'
         )
 
 
 def sharpened(q: Float[Tensor, "b h t d"], law: Law, positions: Positions, keys: int) -> Float[Tensor, "b h t d"]:
-    """Return queries times the temperature of the law where they stand: the last of so many keys, if nobody says."""
+    """Return queries times the law's temperature at their positions: by default those of the last keys."""
     if law.temperature is None:
         return q
     if isinstance(positions, Placed):
@@ -247,12 +247,12 @@ def sharpened(q: Float[Tensor, "b h t d"], law: Law, positions: Positions, keys:
 
 
 def placed(positions: Int[Tensor, "b n"], mask: Bool[Tensor, "b n"] | None) -> Placed:
-    """Positions with their runs and starts, which are read from the device."""
+    """Return positions with their runs and starts, which are read from the device."""
     if positions.is_cuda and torch.cuda.is_current_stream_capturing():
         raise ConfigError(
-            "positions are a tensor, which attention without the decoding kernel cannot look at while a CUDA graph is "
-            "captured",
-            "give a range or rpe3d.attention.problem.placed(...), or compile without CUDA graphs",
+            "positions are a tensor, which attention without the decoding kernel cannot read while a CUDA graph is "
+            "being captured",
+            "pass a range or rpe3d.attention.problem.placed(...), or compile without CUDA graphs",
         )
     there = positions.cpu()
     slots = torch.arange(there.shape[1])
@@ -272,21 +272,21 @@ def placed(positions: Int[Tensor, "b n"], mask: Bool[Tensor, "b n"] | None) -> P
 
 
 def _places(row: list[int]) -> Places:
-    """Return the consecutive runs of positions that rise."""
+    """Return the consecutive runs of increasing positions."""
     starts = [0, *(i for i in range(1, len(row)) if row[i] != row[i - 1] + 1)]
     return tuple(range(row[i], row[i] + j - i) for i, j in zip(starts, [*starts[1:], len(row)], strict=True))
 
 
 def _positions(name: str, given: Tensor | range | Placed, b: int, n: int) -> range | Tensor:
-    """Return a range of n, or int64 [b, n]."""
+    """Return a range of n positions, or int64 [b, n]."""
     if isinstance(given, Placed):
         given = given.positions
     if isinstance(given, range):
         if len(given) != n or given.step != 1 or given.start < 0:
-            raise ConfigError(f"{name} is {given} for {n} tokens", f"give range(start, start + {n})")
+            raise ConfigError(f"{name} is {given} for {n} tokens", f"pass range(start, start + {n})")
         return given
     if given.dtype.is_floating_point or given.dtype == torch.bool or given.shape not in ((n,), (b, n)):
-        raise ConfigError(f"{name} is {tuple(given.shape)} {given.dtype}", f"give integers {(n,)} or {(b, n)}")
+        raise ConfigError(f"{name} is {tuple(given.shape)} {given.dtype}", f"pass integers {(n,)} or {(b, n)}")
     return given.to(torch.int64).expand(b, n)
 
 

@@ -1,6 +1,6 @@
-"""Computes attention under a law by its definition: dense, readable, any dtype up to float64, any law, with gradients.
+"""Compute attention under a law by its definition: dense, readable, up to float64, for any law, with gradients.
 
-Chosen where nothing else runs a problem. Every other implementation must equal it; it is the specification.
+It is chosen if nothing else runs a problem. Every other implementation must equal it: it is the specification.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Choosers = dict[Region, Chooser]
 
 
 def refusal(problem: Problem) -> str | None:
-    """Return None: it runs every problem."""
+    """Return None: every problem can run."""
     return None
 
 
@@ -56,7 +56,7 @@ def attend(x: Problem, choosers: Choosers | None = None) -> tuple[Float[Tensor, 
 
 
 def _scores(x: Problem, q: Float[Tensor, "b h t d"], k: Float[Tensor, "b h s d"]) -> Float[Tensor, "b h t s"]:
-    """Return q k* with the turns of the region that each pair lies in."""
+    """Return q k*, rotated by the region that each pair lies in."""
     query, key = x.positions()
     theta = x.frequencies
     scores = torch.zeros(*q.shape[:3], k.shape[2], dtype=q.dtype, device=q.device)
@@ -71,7 +71,7 @@ def _scores(x: Problem, q: Float[Tensor, "b h t d"], k: Float[Tensor, "b h s d"]
 
 
 def _faded(x: Problem, scores: Float[Tensor, "b h t s"], seen: Bool[Tensor, "b n t s"]) -> Float[Tensor, "b h t s"]:
-    """Scores as the fading of each pair's region makes them: τ s - (1 - 1/τ) ℓ - loss, with ℓ = log Σ exp(τ s)."""
+    """Return the scores after the fading of each pair's region: τ s - (1 - 1/τ) ℓ - loss, with ℓ = log Σ exp(τ s)."""
     query, key = _pairs(x)
     for region in x.law.regions:
         if region.fade is not None:
@@ -94,12 +94,12 @@ def _pairs(x: Problem) -> tuple[Int[Tensor, "b t s"], Int[Tensor, "b t s"]]:
 
 
 def choosers_of(x: Problem) -> Choosers:
-    """Return what has looked at the keys of a problem, for each region with a choice."""
+    """Return a chooser that has read the keys of a problem, for each region with a choice."""
     return {region: Chooser(x, region) for region in x.law.regions if region.choice is not None}
 
 
 def chosen(x: Problem, choosers: Choosers | None = None) -> Bool[Tensor, "b n t s"]:
-    """Return which pairs do not lie in a region where the query has chosen other keys."""
+    """Return which pairs are not excluded by a query's choice of other keys."""
     kept = torch.ones(x.q.shape[0], 1, x.q.shape[2], x.k.shape[2], dtype=torch.bool, device=x.q.device)
     for region, chooser in (choosers_of(x) if choosers is None else choosers).items():
         kept = kept & (chooser(x) | ~region.contains(*_pairs(x))[:, None])
@@ -119,7 +119,7 @@ def visible(x: Problem) -> Bool[Tensor, "b t s"]:
 
 
 def check_order(name: str, positions: Tensor, mask: Tensor | None) -> None:
-    """Refuse positions that fall from one token to the next (padding aside)."""
+    """Refuse positions that decrease from one token to the next (ignoring padding)."""
     highest = positions if mask is None else positions.masked_fill(~mask, torch.iinfo(positions.dtype).min)
     highest = highest.cummax(1).values
     falls = positions[:, 1:] < highest[:, :-1]
@@ -129,5 +129,5 @@ def check_order(name: str, positions: Tensor, mask: Tensor | None) -> None:
         b, t = falls.nonzero()[0].tolist()
         raise ConfigError(
             f"{name} fall from {int(highest[b, t])} to {int(positions[b, t + 1])} at token {t + 1} of sequence {b}",
-            "give positions that rise; packed sequences go in one row each",
+            "pass increasing positions; put packed sequences in one row each",
         )

@@ -1,4 +1,4 @@
-"""How a batch becomes runs of consecutive positions, or of positions that skip ahead."""
+"""Turn a batch into runs of consecutive positions, or of positions that skip ahead."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rpe3d.rotation.table import Places
 
 @dataclass(frozen=True)
 class Span:
-    """Sequences of the batch with the same tokens: where they lie in the tensors, and their positions.
+    """Sequences of the batch with the same tokens: their slots in the tensors, and their positions.
 
-    With `places` these are the positions, sequence by sequence, and `queries` and `keys` count all tokens.
+    With `places`, these are the positions, sequence by sequence, and `queries` and `keys` count all tokens.
     """
 
     batch: slice

@@ -1,1 +1,1 @@
-"""How things look: colours, and what plots share. Knows nothing of laws."""
+"""Colours and the shared parts of plots. This package knows nothing about laws."""

@@ -1,4 +1,4 @@
-"""What every plot shares: plain axes, a law's line, its name beside the end of it, tokens along the bottom."""
+"""Shared parts of every plot: plain axes, a law's line, its name at the end of it, tokens along the bottom."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def short(tokens: float) -> str:
 
 
 def boldest_last(laws: Iterable[str], looks: Mapping[str, Style]) -> list[str]:
-    """Return laws in drawing order: what is drawn last lies on top."""
+    """Return laws in drawing order: what is drawn last is on top."""
     return sorted(laws, key=lambda law: looks[law].width)
 
 
@@ -36,7 +36,7 @@ def tokens(axes: Any, length: int, label: str) -> None:
 
 
 def labels(axes: Any, paint: Paint, looks: Mapping[str, Style], ends: Mapping[str, float]) -> None:
-    """Write each law's name beside the end of its line, or with an arrow at the top if the line has left the plot."""
+    """Write each law's name at the end of its line, or with an arrow at the top if the line has left the plot."""
     low, high = axes.get_ylim()
     place = (lambda y: math.log(y / low) / math.log(high / low)) if axes.get_yscale() == "log" else lambda y: y / high
     names = sorted(ends, key=lambda name: ends[name])
@@ -58,7 +58,7 @@ def labels(axes: Any, paint: Paint, looks: Mapping[str, Style], ends: Mapping[st
 
 
 def spread(wanted: Sequence[float], gap: float) -> list[float]:
-    """Return places at least `gap` apart in the order of `wanted`, as near to it as can be, shifted into [0, 1]."""
+    """Return places at least `gap` apart in the order of `wanted`, as near to it as possible, shifted into [0, 1]."""
     groups: list[tuple[float, int]] = []  # the mean place of the first label's column, and how many share it
     for i, value in enumerate(wanted):
         mean, count = value - i * gap, 1

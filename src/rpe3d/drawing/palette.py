@@ -17,7 +17,7 @@ class Colour(NamedTuple):
 
 
 class Style(NamedTuple):
-    """How a law's lines look wherever they are drawn."""
+    """Style of a law's lines in every drawing."""
 
     colour: Colour
     dash: tuple[float, ...] = ()
@@ -40,15 +40,15 @@ GREEN, PINK, GREY = Colour("#17695a", "#34ee94"), Colour("#a42392", "#d9369a"), 
 PURPLE, TEAL, OLIVE = Colour("#6f4bc0", "#b79cff"), Colour("#008b94", "#4fd6de"), Colour("#6d7d00", "#c3d24a")
 
 KIND_COLOURS = (GREEN, SKY, ORANGE, GRID)
-"""What becomes of a pair: exact, compressed, unseen, not attended to."""
+"""Colours of what happens to a pair: exact, compressed, unseen, not attended to."""
 
 DASHED, DOTTED = (5.0, 2.0), (1.2, 1.6)
 OWN = Style(ORANGE, width=2.2)
-"""The line of 3D-RPE, which this project is about."""
+"""Style of 3D-RPE, the subject of this project."""
 OTHERS = (Style(PURPLE, width=2.2), Style(TEAL, width=2.2), Style(OLIVE, width=2.2), Style(GREY))
-"""Lines of labels that are not the name of a law, such as those of law files."""
+"""Styles of labels that are not the name of a law, such as those of law files."""
 COLOURS = (PAGE, INK, SOFT, GRID, BAND, HIT, MISS, ON_HIT, ON_MISS)
-"""What a page is painted with besides the lines of its laws."""
+"""Colours of a page besides the lines of its laws."""
 
 
 def variable(colour: Colour) -> str:

@@ -28,7 +28,7 @@ def ntk_base(dim: int, base: float, alpha: float) -> float:
 
 
 def refuse_scaling(name: str, rotary: Rotary) -> None:
-    """Refuse a model with a scaling, for a law `name` that rebuilds the frequencies from the base and would drop it."""
+    """Refuse a model with a scaling: a law called `name` rebuilds the frequencies from the base and would drop it."""
     if rotary.scaling is not None:
         raise ConfigError(
             f"{name} rebuilds the frequencies and would drop the model's own {rotary.scaling.rope_type!r} scaling",
@@ -68,7 +68,7 @@ def llama3(theta: Float64[Tensor, " l"], scaling: Llama3Scaling) -> Float64[Tens
 
 
 def model_frequencies(rotary: Rotary) -> Float64[Tensor, " l"]:
-    """Return the frequencies that the pretrained model itself uses, its own scaling included."""
+    """Return the frequencies that the pretrained model itself uses, including its own scaling."""
     dim = 2 * rotary.pairs
     theta = plain(dim, rotary.rope_theta)
     match rotary.scaling:
@@ -91,15 +91,15 @@ def model_frequencies(rotary: Rotary) -> Float64[Tensor, " l"]:
         case LongropeScaling(long_factor=divisors):
             if len(divisors) != rotary.pairs:
                 raise ConfigError(
-                    f"long_factor has {len(divisors)} numbers, and {rotary.pairs} pairs turn",
-                    "pass the model's whole rope parameters",
+                    f"long_factor has {len(divisors)} numbers, but {rotary.pairs} pairs rotate",
+                    "pass the model's complete rope parameters",
                 )
             return theta / torch.tensor(divisors, dtype=torch.float64)
     raise TypeError(f"no frequencies for {rotary.scaling!r}")
 
 
 def model_attention_scaling(rotary: Rotary) -> float:
-    """Return what the pretrained model multiplies cos and sin by: YaRN's or LongRoPE's temperature, or 1."""
+    """Return the factor of cos and sin in the pretrained model: YaRN's or LongRoPE's temperature, or 1."""
     if isinstance(rotary.scaling, YarnScaling | LongropeScaling):
         assert rotary.scaling.attention_factor is not None
         return rotary.scaling.attention_factor

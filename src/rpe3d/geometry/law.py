@@ -1,4 +1,4 @@
-"""A law: how positions become angles. The base of every law, and what can be asked of any of them."""
+"""The base class of all laws: a law says how positions become angles."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ from rpe3d.geometry.frequencies import model_attention_scaling, model_frequencie
 from rpe3d.geometry.region import STOCK, Region, Temperature, Turn
 
 
-def parameter(default: Any, text: str, *, later: bool = False) -> Any:
-    """Declare a parameter of a law: its default (None: derived, as the text says) and one line of help.
+def parameter(default: Any, text: str, *, later: bool = False, unsaid: Any = None) -> Any:
+    """Declare a parameter of a law: its default (None: derived, as the help says) and one line of help.
 
-    One that came later than the law is named in files only where it is not the default, so that they are as before.
+    A parameter that was added `later` than its law is written to files only if it differs from the default, so that
+    files of older laws stay the same; `unsaid` is a derived value that is not written either.
     """
-    return field(default=default, metadata={"help": text, "later": later})
+    return field(default=default, metadata={"help": text, "unsaid": (default, unsaid) if later else ()})
 
 
 def apart(make: Callable[[], Any]) -> Any:
-    """Return what `make` makes, made in a thread of its own, where nothing of the caller's surroundings is in force.
+    """Return the result of `make`, called in a separate thread, where none of the caller's torch modes apply.
 
-    What outlives its caller must not lie in the memory pool of a CUDA graph that is being warmed up, nor be a tensor of
-    inference mode. It is finished on its device when this returns.
+    An object that outlives its caller must not lie in the memory pool of a CUDA graph that is being warmed up, nor be
+    an inference-mode tensor. Its computation on the device has finished when this returns.
     """
     result: list[Any] = []
     failure: list[BaseException] = []
@@ -56,27 +57,30 @@ def apart(make: Callable[[], Any]) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Law(ABC):
-    """Positions to angles, as a frozen value. Subclasses add parameters, `check` them, and give `regions`."""
+    """A position encoding as a frozen value: how positions become angles.
+
+    Subclasses add parameters, validate them in `check`, and define `regions`.
+    """
 
     name: ClassVar[str]
     summary: ClassVar[str]
     style: ClassVar[Style] = OWN
-    """How the law's lines look wherever they are drawn: its colour, dash and width."""
+    """Colour, dash and width of the law's lines in every plot."""
 
     single_position: ClassVar[bool] = True
     """Whether the angle of every plane is θ_l f with one relative position f (`relative_position`)."""
 
     needs_attention: ClassVar[bool] = True
-    """Whether it turns some pairs otherwise than its frequencies alone do."""
+    """Whether the law rotates some pairs differently than its frequencies alone would."""
 
     grows: ClassVar[bool] = False
-    """Whether its frequencies change as a text grows, so that cached keys keep those of an earlier length."""
+    """Whether the frequencies change as a text grows, so that cached keys keep those of an earlier length."""
 
     pretrained: int
     context: int
     rotary: Rotary
     json: str = field(init=False, repr=False, compare=False)
-    """`to_dict()` as text, made once: what a compiled graph and a file hold of a law."""
+    """`to_dict()` as a JSON string, made once: the form of a law in a compiled graph and in a file."""
     _kept: dict[Any, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -95,37 +99,37 @@ class Law(ABC):
         freeze(self, json=json.dumps(self.to_dict()))
 
     def kept(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return what `make` makes of this law, made once and kept with it: numbers on a device, say."""
+        """Return the result of `make`, called once per `key` and cached with this law (a tensor on a device, say)."""
         if key not in self._kept:
             self._kept[key] = apart(make)
         return self._kept[key]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave behind what is kept: a copy, or another process, makes its own."""
+        """Leave out the cached results: a copy, or another process, makes its own."""
         return {**self.__dict__, "_kept": {}}
 
     def check(self) -> dict[str, Any]:
-        """Return this law's own parameters, checked, with defaults filled in; {} for a law without any."""
+        """Return the parameters of this law, validated, with defaults filled in; {} for a law without any."""
         return {}
 
     @property
     @abstractmethod
     def regions(self) -> tuple[Region, ...]:
-        """The bands of (query, key) pairs and how each turns q and k."""
+        """Bands of (query, key) pairs, and how q and k are rotated in each."""
 
     @property
     def factor(self) -> float:
-        """How many times longer than pretrained."""
+        """The context as a multiple of the pretrained length."""
         return self.context / self.pretrained
 
     @property
     def endless(self) -> bool:
-        """Whether no text is too long for it, since what it shows does not depend on the context."""
+        """Whether no text is too long for this law, since the positions it shows do not depend on the context."""
         return False
 
     @property
     def exact_up_to(self) -> float:
-        """The most tokens of a text on which no pair is turned otherwise than the frequencies do (w + c for 3D-RPE)."""
+        """Longest text, in tokens, in which the frequencies alone rotate every pair (w + c for 3D-RPE)."""
         ends: list[float] = []
         for region in self.regions:
             if region == Region(unit=region.unit, last=region.last):
@@ -136,19 +140,19 @@ class Law(ABC):
 
     @property
     def single_turn(self) -> Turn | None:
-        """The turn of queries and keys where one serves all pairs, so that no attention has to know of the law."""
+        """The one turn of queries and keys that serves all pairs, so that any attention can run the law; else None."""
         region, *others = self.regions
         same = region == Region(query=region.key, key=region.key)
         return region.key if same and not others else None
 
     @property
     def keeps_frequencies(self) -> bool:
-        """Whether θ_l in force are those of the pretrained model."""
+        """Whether the law uses the frequencies θ_l of the pretrained model."""
         return type(self).frequencies is Law.frequencies
 
     @property
     def keeps_scaling(self) -> bool:
-        """Whether cos and sin are multiplied by what the pretrained model multiplies them by."""
+        """Whether cos and sin are multiplied by the same factor as in the pretrained model."""
         return self.attention_scaling == model_attention_scaling(self.rotary)
 
     @property
@@ -158,12 +162,12 @@ class Law(ABC):
 
     @cached_property
     def chooses(self) -> bool:
-        """Whether a query sees only those keys of some region that it chooses."""
+        """Whether in some region a query attends only to the keys that it chooses."""
         return any(region.choice is not None for region in self.regions)
 
     @property
     def chunk_in_use(self) -> int | None:
-        """Tokens in a chunk, for a law that counts in chunks."""
+        """Number of tokens in a chunk, for a law that uses chunks; else None."""
         return None
 
     def model_frequencies(self) -> Float64[Tensor, " l"]:
@@ -171,33 +175,37 @@ class Law(ABC):
         return model_frequencies(self.rotary)
 
     def frequencies(self, length: int | None = None) -> Float64[Tensor, " l"]:
-        """Return θ_l in force. `length`, the tokens seen, matters to a law that `grows`; None is the whole context."""
+        """Return the frequencies θ_l of this law.
+
+        `length`, the tokens seen, matters only to a law that `grows`; None stands for the whole context.
+        """
         return self.model_frequencies()
 
     @property
     def attention_scaling(self) -> float:
-        """What cos and sin are multiplied by (YaRN's temperature)."""
+        """Factor that multiplies cos and sin (YaRN's temperature)."""
         return model_attention_scaling(self.rotary)
 
     @property
     def temperature(self) -> Temperature | None:
-        """What multiplies the scores of a query by where it stands, if anything does."""
+        """Factor that multiplies the scores of a query depending on its position, or None."""
         return None
 
     @property
     def rate(self) -> float:
-        """Relative position shown per position of the plan (1; PI shows L_p / L)."""
+        """Relative position shown per token of distance (1; PI shows L_p / L)."""
         return 1.0
 
     def relative_position(self, query: Tensor | int, key: Tensor | int) -> Float64[Tensor, "..."]:
-        """Return the relative position f that each pair is shown: plane l is turned by θ_l f between query and key.
+        """Return the relative position f that each pair is shown: plane l is rotated by θ_l f between query and key.
 
-        Integer positions, broadcast against each other. NaN for a pair that is not attended to (streaming-llm).
+        `query` and `key` are integer positions, broadcast against each other. The result is NaN for a pair that is not
+        attended to (streaming-llm).
         """
         if not self.single_position:
             raise ConfigError(
-                f"{self.name} has no single relative position, its planes turn by different multiples of θ",
-                "ask law.relative_angles(query, key), which gives one angle per plane",
+                f"{self.name} has no single relative position: its planes rotate by different multiples of θ",
+                "use law.relative_angles(query, key), which returns one angle per plane",
             )
         q, k = _pairs(query, key)
         f = torch.full(q.shape, torch.nan, dtype=torch.float64)
@@ -209,7 +217,7 @@ class Law(ABC):
     def relative_angles(
         self, query: Tensor | int, key: Tensor | int, length: int | None = None
     ) -> Float64[Tensor, "... l"]:
-        """Return the angle of every plane between a query and a key: what the score depends on (eqs. 3 and 5)."""
+        """Return the angle of every plane between a query and a key, which the score depends on (eqs. 3 and 5)."""
         q, k = _pairs(query, key)
         theta = self.frequencies(length)
         angles = torch.full((*q.shape, len(theta)), torch.nan, dtype=torch.float64)
@@ -224,22 +232,22 @@ class Law(ABC):
 
     @classmethod
     def parameters(cls) -> dict[str, str]:
-        """Return this law's own parameters and their help."""
+        """Return the parameters of this law and their help."""
         return {f.name: f.metadata["help"] for f in fields(cls) if "help" in f.metadata}
 
     @classmethod
     def as_saved(cls, own: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what parameters in a file meant when it was written, for a law whose defaults have changed since."""
+        """Return the parameters of a file with the meaning they had when it was written, before defaults changed."""
         return dict(own)
 
     @property
     def own(self) -> dict[str, Any]:
-        """Own parameters of the law, JSON-ready."""
+        """Parameters of this law, JSON-ready."""
         given = {f: getattr(self, f.name) for f in fields(self) if "help" in f.metadata}
-        return {f.name: _json_ready(x) for f, x in given.items() if not (f.metadata["later"] and x == f.default)}
+        return {f.name: _json_ready(x) for f, x in given.items() if x not in f.metadata["unsaid"]}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the arguments of `make_law` that give this law back, JSON-ready."""
+        """Return the arguments of `make_law` that recreate this law, JSON-ready."""
         size = {"pretrained": self.pretrained, "context": self.context}
         return {"name": self.name, **size, **self.rotary.to_dict(), **self.own}
 
@@ -257,7 +265,7 @@ def _pairs(query: Tensor | int, key: Tensor | int) -> tuple[Int[Tensor, "..."], 
     except RuntimeError:
         raise ConfigError(
             f"query positions {tuple(q.shape)} and key positions {tuple(k.shape)} do not broadcast",
-            "give query[:, None] and key[None, :] for all pairs",
+            "pass query[:, None] and key[None, :] for all pairs",
         ) from None
 
 
@@ -265,10 +273,10 @@ def _positions(name: str, value: Tensor | int) -> Int[Tensor, "..."]:
     try:
         tensor = value if isinstance(value, Tensor) else torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):
-        raise ConfigError(f"{name} is {value!r}, which is no position", "give an int or integers in a tensor") from None
+        raise ConfigError(f"{name} is {value!r}, which is not a position", "pass an int or int tensor") from None
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool:
         raise ConfigError(
-            f"{name} positions have dtype {tensor.dtype}", "give integers: bfloat16 cannot tell 256 from 257"
+            f"{name} positions have dtype {tensor.dtype}", "pass integers: bfloat16 cannot tell 256 from 257"
         )
     tensor = tensor.to(device="cpu", dtype=torch.int64)
     if tensor.numel() and tensor.min() < 0:

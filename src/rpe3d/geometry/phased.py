@@ -1,4 +1,4 @@
-"""What the two forms of 3D-RPE with a chunk phase share: φ_j = base^(-j), and the interpolation of Theorem 1."""
+"""Shared parts of the two forms of 3D-RPE with a chunk phase: φ_j = base^(-j), and the interpolation of Theorem 1."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ def interpolated_chunk(pretrained: int, context: int, chunk: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Phased(Law):
-    """The forms whose second coordinate is a phase φ_j = base^(-j) of the chunk, as the paper prints it."""
+    """Base of the forms whose second coordinate is a phase φ_j = base^(-j) of the chunk, as the paper prints it."""
 
     single_position: ClassVar[bool] = False
 
-    chunk: int = parameter(None, "tokens in a chunk, c; default 3/4 of pretrained, fewer where interpolation needs it")
+    chunk: int = parameter(None, "tokens per chunk, c; default 3/4 of pretrained, or fewer if interpolation needs it")
     phi_base: float = parameter(10000.0, "base of the chunk's phase, φ_j = base^(-j)")
     interpolate: bool = parameter(False, "Theorem 1: keep the number of chunks and let each grow to c' = ceil(L / n)")
 
     @property
     def chunk_in_use(self) -> int:
-        """c, or c' where the law interpolates."""
+        """The chunk size c, or c' if the law interpolates."""
         return self._grown(self.chunk, self.interpolate)
 
     def _grown(self, chunk: int, interpolate: bool) -> int:
         return interpolated_chunk(self.pretrained, self.context, chunk) if interpolate else chunk
 
     def _check_phase(self, chunk: int, largest: int) -> dict[str, Any]:
-        """Check the shared parameters; `largest` is the most tokens that a chunk in use may have."""
+        """Check the shared parameters; `largest` is the maximum size of a chunk in use."""
         interpolate = flag("interpolate", self.interpolate)
         if chunk > largest:
             raise ConfigError(f"chunk is {chunk}, above {largest}", f"lower chunk to at most {largest}")

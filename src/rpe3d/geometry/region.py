@@ -1,11 +1,10 @@
-"""What attention executes: which pairs of (query, key) are turned by which angles.
+"""The description of a law that attention executes: which (query, key) pairs are rotated by which angles.
 
-Every law, whatever its name for them, is a short tuple of `Region`s. A region is a band of (query, key) pairs
-together with one `Turn` of the queries and one of the keys; regions do not overlap, and a pair in no region is
-not attended to. All of it is data: five numbers per turn and four per band, so that a reference, a loop of
-library calls and a kernel can execute the same description. Where planes turn differently, `PairTurns` takes the place
-of a `Turn`; where a step is not a whole number of tokens, `Steps` does. A region may `Fade`: its keys share what they
-weigh, the more of them there are. Or a query may have a `Choice` of its keys.
+Every law is a short tuple of `Region`s. A region is a band of (query, key) pairs with one `Turn` of the queries and one
+of the keys; regions do not overlap, and a pair in no region is not attended to. All of it is data, five numbers per
+turn and five per band, so that a reference, a loop of library calls and a kernel can execute the same description.
+`PairTurns` replaces a `Turn` whose planes rotate differently, `Steps` one whose step is not a whole number of tokens.
+In a region with a `Fade` the keys weigh less the more of them there are; with a `Choice` a query sees only some.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """Position p -> the position x that a vector is turned to; the angle of plane l is θ_l x + y.
+    """Map position p to the position x that a vector is rotated to; the angle of plane l is θ_l x + y.
 
     x(p) = min( offset · (p mod chunk), ceiling ) + stride · (p div chunk) + start.  `Turn()` is plain RoPE, x = p.
     """
@@ -57,25 +56,25 @@ class Turn:
         return within + self.stride * (p // self.chunk).to(torch.float64) + self.start
 
     def positions(self, p: Int[Tensor, "*p"]) -> Float64[Tensor, "*p l"]:
-        """Return x(p) of every plane; one column for all of them where they have the same."""
+        """Return x(p) of every plane, in a single column if all planes share it."""
         return self.position(p)[..., None]
 
     def angle(
         self, p: Int[Tensor, "*p"], frequencies: Float64[Tensor, " l"], *, stock: bool = False
     ) -> Float64[Tensor, "*p l"]:
-        """Return θ_l x(p) + y(p), by which a vector at p is turned in each plane; `stock`: what is left after RoPE."""
+        """Return the angle θ_l x(p) + y(p) of a vector at p in each plane; with `stock`, what remains after RoPE."""
         x = self.positions(p) - p[..., None] if stock else self.positions(p)
         angle = x * frequencies
         return angle if self.phase is None else angle + self.phase(p // self.chunk)[..., None]
 
     @property
     def in_numbers(self) -> bool:
-        """Whether its numbers say all of it; where they do not, only `positions` and `angle` may be asked."""
+        """Whether the five numbers define this turn; if not, only `positions` and `angle` may be used."""
         return self.chunk > 0
 
     @property
     def is_stock(self) -> bool:
-        """Whether it is plain RoPE, x = p without a phase, in chunks of any size; with a finite ceiling it is not."""
+        """Whether this is plain RoPE, x = p without a phase, in chunks of any size; never with a finite ceiling."""
         same = self.stride == self.chunk and (self.chunk == 1 or self.offset == 1)
         return same and self.start == 0 and self.ceiling == inf and self.phase is None
 
@@ -85,10 +84,10 @@ STOCK = Turn()
 
 @dataclass(frozen=True, kw_only=True)
 class PairTurns(Turn):
-    """A turn of its own for each group of planes, as (number of planes, turn) from plane 0 on; none has a phase.
+    """A separate turn for each group of planes, as (number of planes, turn) from plane 0 on; none has a phase.
 
-    What asks for `positions` or `angle` need not know of it. The numbers of a single turn say nothing here: no turn has
-    chunks of 0 tokens, so what reads them finds neither stock RoPE nor whole chunks, and `position` fails.
+    Code that uses `positions` or `angle` needs no special case. The numbers of a single turn have no meaning here: with
+    chunks of 0 tokens, code that reads them finds neither stock RoPE nor whole chunks, and `position` fails.
     """
 
     groups: tuple[tuple[int, Turn], ...]
@@ -101,41 +100,41 @@ class PairTurns(Turn):
 
     @property
     def is_stock(self) -> bool:
-        """Whether every group of planes is turned as by plain RoPE."""
+        """Whether every group of planes is rotated as by plain RoPE."""
         return all(turn.is_stock for _, turn in self.groups)
 
 
 def by_pair(groups: Iterable[tuple[int, Turn]]) -> Turn:
-    """Join the turns of groups of planes: equal neighbours become one group, and a single group a plain turn."""
+    """Join the turns of groups of planes: equal neighbours become one group, a single group becomes a plain turn."""
     joined = [(turn, sum(pairs for pairs, _ in same)) for turn, same in groupby(groups, key=itemgetter(1))]
     return joined[0][0] if len(joined) == 1 else PairTurns(groups=tuple((pairs, turn) for turn, pairs in joined))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Steps(Turn):
-    """x(p) = floor(p · up / over) + start, in whole numbers: steps of over / up tokens, some one token longer."""
+    """Map p to x(p) = floor(p · up / over) + start: steps of over / up tokens, some of them one token longer."""
 
     up: int
     over: int
     chunk: int = field(default=0, init=False)
 
     def position(self, p: Int[Tensor, "*p"]) -> Float64[Tensor, "*p"]:
-        """Return x(p), exact: p · up is below 2^62 for any length and any number of positions that a law allows."""
+        """Return x(p) exactly: p · up is below 2^62 for any length and number of positions that a law allows."""
         return (p * self.up // self.over).to(torch.float64) + self.start
 
     @property
     def is_stock(self) -> bool:
-        """Whether it is plain RoPE: a step is one token, and the first is at 0."""
+        """Whether this is plain RoPE: steps of one token, starting at 0."""
         return self.up == self.over and self.start == 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fade:
-    """Keys that weigh less for a query at p > span, which has more of them than a model is used to.
+    """Reduce the weight of keys for a query at p > span, which has more of them than the model is used to.
 
-    Their scores s are multiplied by a sharpness τ(p) = (log p / log span)^focus, and all of them together weigh
-    exp( log Σ exp(τ s) / τ ), the τ-norm of what they would, times (span / p)^rate. With a focus of 1, p keys alike
-    weigh as much as span of them would, and one that stands out keeps its weight.
+    Their scores s are multiplied by a sharpness τ(p) = (log p / log span)^focus, and together they weigh
+    exp( log Σ exp(τ s) / τ ), the τ-norm of their usual weights, times (span / p)^rate. At `focus=1`, p equal keys
+    together weigh as much as span of them would. A key that stands out keeps its weight.
     """
 
     rate: float
@@ -147,11 +146,11 @@ class Fade:
         return (self._beyond(p).log() / math.log(self.span)) ** self.focus
 
     def loss(self, p: Int[Tensor, "*p"]) -> Float64[Tensor, "*p"]:
-        """Return rate · log(p / span), taken from the logarithm of the weight; 0 up to p = span."""
+        """Return rate · log(p / span), which is subtracted from the log of the weight; 0 up to p = span."""
         return self.rate * (self._beyond(p) / self.span).log()
 
     def shift(self, p: Int[Tensor, "*p"]) -> Float64[Tensor, "2 ..."]:
-        """Return (1 - 1/τ, loss): with ℓ = log Σ exp(τ s), every τ s loses the first times ℓ, and the second."""
+        """Return (1 - 1/τ, loss): from every τ s, (1 - 1/τ) ℓ and the loss are subtracted, with ℓ = log Σ exp(τ s)."""
         return torch.stack([1 - 1 / self.sharpness(p), self.loss(p)])
 
     def _beyond(self, p: Int[Tensor, "*p"]) -> Float64[Tensor, "*p"]:
@@ -160,35 +159,34 @@ class Fade:
 
 @dataclass(frozen=True, kw_only=True)
 class Temperature:
-    """All scores of a query at p >= span are multiplied by (1 + rate · log((p + 1) / span))², up to there by 1."""
+    """Multiply all scores of a query at p >= span by (1 + rate · log((p + 1) / span))², and by 1 before."""
 
     rate: float
     span: float
 
     def __call__(self, p: Int[Tensor, "*p"]) -> Float64[Tensor, "*p"]:
-        """Return what the scores of queries at these positions are multiplied by."""
+        """Return the factors for the scores of queries at these positions."""
         return (1 + self.rate * ((p + 1).to(torch.float64).clamp(min=self.span) / self.span).log()) ** 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """Keys of which a query sees the `most` blocks that are most like what it and the tokens before it are about.
+    """Let a query see only the `most` blocks of keys that are most similar to it and to the tokens before it.
 
-    Block b holds the keys at positions b · size .. (b + 1) · size - 1; a region that has a choice holds whole blocks.
-    Positions aside, let z be the mean of the first keys of all (`centre` of them, at most a chunk), m_b the mean key of
-    block b and of the `lead` keys before it, w the weighted mean of the last keys k_p, k_{p-1}, ... (`decay`, over
-    `recent` of them), and q the mean query of the heads that share keys. With u(x) = x / |x|,
+    Block b holds the keys at positions b · size .. (b + 1) · size - 1; a region with a choice holds whole blocks.
+    Without their rotation, let z be the mean of the very first keys (`centre` of them, at most a chunk), m_b the mean
+    key of block b and of the `lead` keys before it, w the weighted mean of the last keys k_p, k_{p-1}, ... (`decay`,
+    over `recent` of them), and q the mean query of the heads that share keys. With u(x) = x / |x|,
 
         summary(b) = u(m_b - z),   aim = u(w - z) + query · u(q),   score(b) = summary(b) · aim,
 
-    summaries and aims rounded to bfloat16, scores to multiples of `STEP` and cut at ±2. The blocks of the `first` keys
-    (an eighth of `most` of them, at least one) are always chosen; of two that score alike, the nearer. So a choice
-    depends on the query and on keys that do not come after it, and a summary on keys alone: once a block is complete it
-    never changes.
+    with summaries and aims rounded to bfloat16, and scores rounded to multiples of `STEP` and clamped to ±2. The blocks
+    of the `first` keys (at most an eighth of `most`, at least one) are always chosen; of two blocks with equal scores,
+    the nearer is chosen. So a choice depends on the query and on keys that do not come after it, and a summary on keys
+    alone: once a block is complete, its summary never changes.
 
-    What a passage continues with comes after what it has in common with the last tokens: hence the keys before a block.
-    Models rest much of their attention on some early token, not always the first, that is like nothing: hence the first
-    keys.
+    The continuation of a passage comes after what it shares with the last tokens: hence the keys before a block. Models
+    put much of their attention on some early token, not always the first, that resembles nothing: hence the first keys.
     """
 
     most: int
@@ -200,31 +198,31 @@ class Choice:
     first: int = 0
 
     STEP: ClassVar[float] = 2.0**-14
-    """Scores are told apart to this much: above what the order of a sum of 256 products in float32 changes."""
+    """Resolution of scores: coarser than what the summation order of 256 products changes in float32."""
 
     @property
     def lead(self) -> int:
-        """Return how many keys before a block are part of its summary: half as many as are in it."""
+        """Number of keys before a block that are part of its summary: half the size of a block."""
         return self.size // 2
 
     @property
     def always(self) -> int:
-        """Return how many blocks are always chosen, the first ones."""
+        """Number of first blocks that are always chosen."""
         return max(1, min(self.first // self.size, self.most // 8))
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """Return the weight of the last keys, the newest first."""
+        """Weights of the last keys, newest first."""
         return tuple(self.decay**i for i in range(self.recent))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Region:
-    """Pairs with first <= query div unit - key div unit <= last, and start <= key < keys; how q and k are turned there.
+    """Pairs with first <= query div unit - key div unit <= last and start <= key < keys, and how q and k rotate there.
 
-    `unit` 1 makes bands of distances, `unit` c bands of chunk distances. The band is cut by causality when
-    attention executes it; `first` None reaches down to and past the diagonal. A turn that `is_stock` is kept as
-    `STOCK`: what compares turns, or keeps something for each, meets plain RoPE in one form.
+    `unit=1` makes bands of distances, `unit=c` bands of chunk distances. Causality cuts the band when attention
+    executes it; `first=None` reaches down to and past the diagonal. A turn that `is_stock` is stored as `STOCK`, so
+    that plain RoPE has one form wherever turns are compared or used as keys.
     """
 
     unit: int = 1
@@ -244,7 +242,7 @@ class Region:
                 freeze(self, **{side: STOCK})
 
     def contains(self, query: Int[Tensor, "*p"], key: Int[Tensor, "*p"]) -> Bool[Tensor, "*p"]:
-        """Return which of the pairs lie in this region (causality aside)."""
+        """Return which of the pairs lie in this region, regardless of causality."""
         steps = query // self.unit - key // self.unit
         inside = key >= self.start
         if self.first is not None:

@@ -19,32 +19,32 @@ from rpe3d.geometry.registry import LAWS, make_law
 FILE = ".json"
 FACTS = {"name", "pretrained", "context", "head_dim", "rope_theta", "rotary_dim", "interleaved", "rope_scaling"}
 EVIDENCE = {"schema", "kind", "measured"}
-"""What a law file holds besides its law's own parameters: the model that it was made for, and the measurements."""
+"""Entries of a law file besides the law's parameters: the model that it was made for, and the measurements."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LawSpec:
-    """What results call a law, its name, and its own parameters where they are not the defaults."""
+    """A requested law: its label in results, its name, and its parameters that are not defaults."""
 
     label: str
     name: str
     parameters: Mapping[str, Any]
     pretrained: int | None = None
-    """The pretrained length that a law file was made for; None: it was not read from a file."""
+    """Pretrained length that a law file was made for; None if the law was not read from a file."""
     context: int | None = None
-    """The context that a law file was made for; None: it was not read from a file."""
+    """Context that a law file was made for; None if the law was not read from a file."""
 
     def __post_init__(self) -> None:
         cls = LAWS[choice("law", self.name, LAWS)]
         known_keys(f"law {self.name!r}", self.parameters, cls.parameters())
         if self.label in LAWS and self.label != self.name:
-            raise ConfigError(f"{self.name} is to be called {self.label}, which is another law", "choose another name")
+            raise ConfigError(f"{self.name} cannot be called {self.label}: that is another law", "choose another name")
 
     def check(self, pretrained: int) -> None:
         """Refuse a law file that was made for another model."""
         if self.pretrained not in (None, pretrained):
             raise ConfigError(
-                f"{self.label} was made for a model of {self.pretrained} positions, and this one has {pretrained}",
+                f"{self.label} was made for a model of {self.pretrained} positions, but this one has {pretrained}",
                 "`rpe3d tune MODEL --context N` makes one for it",
             )
 
@@ -72,7 +72,7 @@ def parse_law(text: str) -> LawSpec:
 
 
 def parse_laws(text: str) -> list[LawSpec]:
-    """Parse several laws with commas between; a parameter without a law belongs to the law before it."""
+    """Parse comma-separated laws; a parameter without a law belongs to the law before it."""
     parts: list[str] = []
     for item in text.split(","):
         if parts and ":" in parts[-1] and _is_parameter(item):
@@ -93,15 +93,16 @@ def parse_value(text: str) -> bool | int | float | str:
 
 
 def read_law(path: Path, label: str = "") -> LawSpec:
-    """Read a law file, with the meaning that its parameters had when it was written."""
-    hint = "give a file that `rpe3d tune` wrote"
+    """Read a law file, with the meaning its parameters had when it was written."""
+    hint = "pass a file that `rpe3d tune` wrote"
     try:
         content = json.loads(path.expanduser().read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the law file {path}: {error.strerror}", hint) from None
     except ValueError:
         content = None
-    if not isinstance(content, dict) or not isinstance(content.get("name"), str) or "pretrained" not in content:
+    known = content if isinstance(content, dict) else {}
+    if not isinstance(known.get("name"), str) or type(known.get("pretrained")) is not int:
         raise ConfigError(f"{path} is not a law file", hint)
     own = {key: given for key, given in content.items() if key not in FACTS | EVIDENCE}
     own = LAWS[choice("law", content["name"], LAWS)].as_saved(own)
@@ -110,12 +111,12 @@ def read_law(path: Path, label: str = "") -> LawSpec:
 
 
 def _labelled(text: str) -> tuple[str, str]:
-    """Part `near=3d-rpe:chunk=64` into its label and its law; a law without a label has an empty one."""
+    """Split `near=3d-rpe:chunk=64` into its label and its law; the label is empty if there is none."""
     label, equals, law = text.partition("=")
     return (label.strip(), law.strip()) if equals and ":" not in label else ("", text.strip())
 
 
 def _is_parameter(item: str) -> bool:
-    """Say whether `a=b` after a law sets a parameter; else it is another law, with the label a."""
+    """Return whether `a=b` after a law sets a parameter; otherwise it is another law, with the label a."""
     _, equals, given = item.partition("=")
     return bool(equals) and ":" not in item and not (given.strip() in LAWS or given.strip().endswith(FILE))

@@ -1,4 +1,4 @@
-"""What the paper proves about position encodings, for any law: decay, resolution, Figure 3, the Bloch sphere."""
+"""The paper's theory of position encodings, for any law: decay, resolution, Figure 3, the Bloch sphere."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def score_bound(
 
 
 def resolution(law: Law, query: Tensor | int, key: Tensor | int) -> Float64[Tensor, "... l"]:
-    """Return how far apart a query sees `key` and the token after it, in each plane, in units of θ_l.
+    """Return the difference between the angles a query sees `key` and the next token at, per plane, in units of θ_l.
 
-    With key = query - 1 it is the resolution of Theorem 1: 1 for RoPE, L_p / L for PI, 1 within a chunk of 3D-RPE.
+    With key = query - 1 this is the resolution of Theorem 1: 1 for RoPE, L_p / L for PI, 1 within a chunk of 3D-RPE.
     """
     step = law.relative_angles(query, key) - law.relative_angles(query, torch.as_tensor(key) + 1)
     return step / law.model_frequencies()
@@ -53,7 +53,7 @@ def relative_position_matrix(
 ) -> Float64[Tensor, "length length 2"]:
     """Return Figure 3: (between chunks, within chunk) of each query (row) and key (column); NaN above the diagonal.
 
-    `printed` is what the figure shows, (distance div c, distance mod c), which no turn of single tokens can
+    `printed` is what the figure shows, (distance div c, distance mod c), which no per-token rotation can
     produce. `definition` is what Definition 1 gives, (i - j, m - n).
     """
     chunk, length = whole("chunk", chunk), whole("length", length)
@@ -81,10 +81,10 @@ def bloch_vector(
     *,
     longitude: Literal["relative", "global"] = "relative",
 ) -> Float64[Tensor, "... 3"]:
-    """Return the token's point on the unit sphere.
+    """Return the point of a token on the unit sphere.
 
-    `relative` is the Bloch sphere itself, whose longitude is θ_1: the global phase, and with it the token's
-    offset m, does not show. `global` draws m θ_l as the longitude, as the paper's Figure 1 (b) does.
+    `relative` is the Bloch sphere itself, whose longitude is θ_1: it does not show the global phase, and so hides the
+    token's offset m. `global` draws m θ_l as the longitude, as the paper's Figure 1 (b) does.
     """
     state = bloch_state(law, position, plane)
     alpha, beta = state[..., 0], state[..., 1]

@@ -1,4 +1,4 @@
-"""What laws with an exact window share: the window, and how many positions their defaults show."""
+"""Shared parts of laws with an exact window: the window, and how many positions their defaults show."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def used_length(pretrained: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Windowed(Law):
-    """Laws that are exact RoPE below a distance `window`."""
+    """Base of laws that are exact RoPE below a distance `window`."""
 
     window: int = parameter(None, "distances below this are exact RoPE; default pretrained / 8")
 

@@ -1,4 +1,4 @@
-"""PEFT adapters that were trained under a law: the law beside the weights, and a refusal of bases without it.
+"""Save and load PEFT adapters trained under a law: the law is stored with the weights, and other bases are refused.
 
 PEFT stores nothing of a model's positions, so an adapter loads silently on a base it was not trained on. These two
 functions are `save_pretrained` and `PeftModel.from_pretrained` with the law checked.
@@ -24,7 +24,7 @@ def save_adapter(model: Any, folder: str | Path) -> None:
     law = law_of(model.get_base_model())
     if law is None:
         raise ConfigError(
-            "the adapter's base model is under no law", "save it with save_pretrained, or extend the base"
+            "the adapter's base model is not under a law", "save it with save_pretrained, or extend the base"
         )
     model.save_pretrained(folder)
     write_json(Path(folder) / FILE, {"schema": 1, "law": law.to_dict()})
@@ -33,7 +33,7 @@ def save_adapter(model: Any, folder: str | Path) -> None:
 
 
 def load_adapter(base: Any, folder: str | Path, **options: Any) -> Any:
-    """Load an adapter onto a base that is under the law the adapter was trained under."""
+    """Load an adapter onto a base that is under the law that the adapter was trained with."""
     from peft import PeftModel
 
     check_adapter(base, folder)
@@ -54,16 +54,16 @@ def adapter_law(folder: str | Path) -> Law:
 
 
 def check_adapter(base: Any, folder: str | Path) -> None:
-    """Refuse a base whose law is not the adapter's."""
+    """Refuse a base model whose law is not the one that the adapter was trained under."""
     check_law(law_of(base), folder)
 
 
 def check_law(found: Law | None, folder: str | Path) -> None:
-    """Refuse the law of a base, or a base without one, that is not what an adapter was trained under."""
+    """Refuse a base whose law, or lack of one, differs from what the adapter was trained under."""
     needed = adapter_law(folder)
     if found is None:
         raise ConfigError(
-            f"the adapter was trained under {needed.name}, and this base is under no law",
+            f"the adapter was trained under {needed.name}, but this base is not under a law",
             f"rpe3d.extend(base, {needed.name!r}, context={needed.context}, ...) first",
         )
     if found != needed:

@@ -1,4 +1,4 @@
-"""How much memory the caches of transformers take for a text, found by running one token."""
+"""Compute how much memory transformers' caches take for a text, found by running one token."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from rpe3d.config import whole
 from rpe3d.models.probe import run_one_token
 
 GROUP, RESIDUAL = 64, 128
-"""Defaults of transformers' `QuantizedLayer`: numbers that share a scale and a zero, and tokens kept as they are."""
+"""Defaults of transformers' `QuantizedLayer`: numbers that share a scale and a zero point, and unquantised tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerCache:
-    """What one layer keeps of one sequence."""
+    """What one layer caches for one sequence."""
 
     numbers: int
-    """Per token, keys and values together; 0 for a layer that keeps a state alone."""
+    """Numbers per token, keys and values together; 0 for a layer that keeps only a state."""
     window: int | None
-    """The most tokens that it keeps; None: all."""
+    """Maximum number of tokens that the layer keeps; None: all."""
     state: int
-    """Bytes of a state that does not grow: of a convolution, or of linear attention."""
+    """Bytes of a state that does not grow, such as that of a convolution or of linear attention."""
 
     def tokens(self, context: int) -> int:
         return context if self.window is None else min(context, self.window)
 
 
 def layer_caches(model: Any) -> list[LayerCache]:
-    """Return what every layer of a model keeps; refuse a model that does not run on one token."""
+    """Return what every layer of a model caches; refuse a model that does not run on one token."""
     from transformers import DynamicCache
 
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
@@ -51,9 +51,9 @@ def _layer(layer: Any) -> LayerCache:
 
 
 def cache_bytes(layers: list[LayerCache], context: int, dtype: torch.dtype) -> dict[str, int | str]:
-    """Return the bytes that each cache takes for one sequence of `context` tokens, or why it cannot be had.
+    """Return the bytes that each cache takes for one sequence of `context` tokens, or why it is not available.
 
-    `offloaded` is what stays on the device: transformers keeps two layers there, and those with a window.
+    `offloaded` counts what stays on the device: transformers keeps two layers there, and those with a window.
     """
     context, width = whole("context", context), dtype.itemsize
     sizes = [layer.numbers * layer.tokens(context) * width + layer.state for layer in layers]
@@ -65,7 +65,7 @@ def cache_bytes(layers: list[LayerCache], context: int, dtype: torch.dtype) -> d
         "offloaded": sum(sorted(full)[-2:]) + sum(kept),
     }
     if any(layer.window is not None or layer.state or not layer.numbers for layer in layers):
-        why = "not for this model: transformers quantises full attention alone"
+        why = "not for this model: transformers quantises only full attention"
         return found | {"fp8": why, "4 bits": why, "2 bits": why}
     numbers = sum(layer.numbers for layer in layers)
     found["fp8"] = numbers * context
@@ -77,7 +77,7 @@ def cache_bytes(layers: list[LayerCache], context: int, dtype: torch.dtype) -> d
 
 
 def told(found: dict[str, int | str], dtype: torch.dtype) -> str:
-    """Return one line about all of them."""
+    """Return one line with the sizes of all caches."""
     parts = []
     for name, size in found.items():
         if isinstance(size, str):

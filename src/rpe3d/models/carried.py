@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from rpe3d.geometry import Law, make_law, saved_law
 
 
 class Carried(dict[str, Any]):
-    """Rope parameters that hold a law as a dict, and the law itself, made once for everyone who reads them.
+    """Rope parameters that hold a law as a dict, and the law itself, made once for all readers.
 
     A config that was loaded has a plain dict there, which `carried` replaces; a copy shares the law, which is frozen.
     """
@@ -26,7 +27,7 @@ class Carried(dict[str, Any]):
         self.pieces = tuple((first, end) for first, end in parameters.get("head_pieces", ()))
         self.notes = bool(parameters.get("positions_noted", False))
         self.still = self.law
-        """What the layers without rotation are under: a law that never turns."""
+        """Law of the layers without rotation: it never rotates."""
         if self.unrotated:
             own = self.law
             self.still = make_law("rope", pretrained=own.pretrained, context=own.context, head_dim=own.rotary.head_dim)
@@ -36,7 +37,7 @@ class Carried(dict[str, Any]):
         return self.still if layer in self.unrotated else self.law
 
     def arranged(self, x: Tensor) -> Tensor:
-        """Return vectors with their dimensions in the order that a law takes: rotated pairs first, as Llama's are."""
+        """Return vectors with their dimensions in the order that a law expects: rotated pairs first, as in Llama."""
         return torch.cat([x[..., first:end] for first, end in self.pieces], -1) if self.pieces else x
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Carried:
@@ -47,7 +48,7 @@ class Carried(dict[str, Any]):
 
 
 def kind_of(config: Any) -> str:
-    """Return the name that a config with several rope parameters gives to its layers with full attention."""
+    """Return the name of the full-attention layer type in a config with several rope parameters."""
     parameters = getattr(config, "rope_parameters", None) or {}
     if "full_attention" in parameters:  # every layer asks in every step
         return "full_attention"
@@ -57,15 +58,23 @@ def kind_of(config: Any) -> str:
 
 
 def parameters_of(config: Any, layer_type: str | None = None) -> dict[str, Any] | None:
-    """Return the rope parameters that may hold a law: those of full attention where a config has several; else None."""
+    """Return the rope parameters that may hold a law: those of full attention if a config has several; else None."""
     parameters = getattr(config, "rope_parameters", None)
     if isinstance(parameters, dict) and "rope_type" not in parameters:
         parameters = parameters.get(layer_type or kind_of(config))
     return parameters if isinstance(parameters, dict) else None
 
 
+def stock_of(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy the model's own rope parameters, which lie beside a law; refuse a config that has lost them."""
+    if not isinstance(parameters.get("stock"), dict):
+        hint = "copy the config again"
+        raise ConfigError("the config carries a law, but not the model's own rope parameters ('stock')", hint)
+    return copy.deepcopy(dict(parameters["stock"]))
+
+
 def carried(config: Any, layer_type: str | None = None) -> Carried | None:
-    """Return the rope parameters with the law that they hold, or None. A law is made again if its dict has changed."""
+    """Return the rope parameters with the law that they hold, or None. The law is remade if its dict has changed."""
     parameters = parameters_of(config, layer_type)
     if parameters is None or "law" not in parameters:
         return None
@@ -80,7 +89,7 @@ def carried(config: Any, layer_type: str | None = None) -> Carried | None:
 
 
 def facts_of(config: Any) -> dict[str, Any] | None:
-    """Return what a config alone tells of a model to make laws for it: lengths and sizes, not how it rotates."""
+    """Return what a config alone says about a model, to make laws for it: lengths and sizes, but not how it rotates."""
     config = config.get_text_config(decoder=True)
     if (held := carried(config)) is not None:
         made = held.law.to_dict()
@@ -106,7 +115,10 @@ def law_in(config: Any, layer_type: str | None = None) -> Law:
 
 
 def module_carried(module: Any) -> Carried:
-    """Return what an attention module's config holds. Every layer asks in every step: nothing is made or compared."""
+    """Return the rope parameters of an attention module with their law.
+
+    Every layer calls this in every step, so nothing is made or compared.
+    """
     held = parameters_of(module.config)
     if not isinstance(held, Carried):  # a config that was replaced since the model was made
         law_in(module.config)

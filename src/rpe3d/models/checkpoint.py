@@ -1,6 +1,6 @@
-"""A checkpoint with another law: the config changes, and every other file is copied as it is.
+"""Copy a checkpoint with another law: only the config changes, every other file is copied as it is.
 
-Loading and saving again would round bfloat16 weights up to float32, join shards and write the tokenizer anew.
+Loading and saving would turn bfloat16 weights into float32, join shards and rewrite the tokenizer.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 TEMPLATES = "additional_chat_templates"
 OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".index.json")
-"""Endings of files that hold the weights in another form, or again."""
+"""Suffixes of files that hold the weights in another form, or a second time."""
 
 READ = (".json", ".safetensors", ".model", ".txt", ".jinja", ".py")
-"""Endings of files that change what a model is given or makes of it."""
+"""Suffixes of files that affect what a model reads or produces."""
 
 
 def sha256(path: Path) -> str:
@@ -33,7 +33,7 @@ def sha256(path: Path) -> str:
 
 
 def weight_files(folder: Path) -> list[str]:
-    """List the files that transformers reads the weights from; empty where they have other names."""
+    """List the files that transformers reads the weights from; empty if they have other names."""
     if (folder / WEIGHTS).is_file():
         return [WEIGHTS]
     if not (folder / INDEX).is_file():
@@ -43,7 +43,7 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def origin(source: str) -> Path | None:
-    """Return the folder that a model was loaded from, in the hub's cache where it came from there; None for a file."""
+    """Return the folder that a model was loaded from, possibly in the hub's cache; None for a file."""
     if Path(source).expanduser().is_dir():
         return Path(source).expanduser()
     if Path(source).expanduser().exists():
@@ -56,9 +56,9 @@ def origin(source: str) -> Path | None:
 
 
 def can_be_copied(folder: Path, model: Any) -> bool:
-    """Say whether the files of `folder` and the config of `model` make a checkpoint of that model.
+    """Return whether the files of `folder` and the config of `model` together are a checkpoint of that model.
 
-    A vision model of which only the text part was loaded, or an adapter beside its base, has to be saved instead.
+    A vision model of which only the text part was loaded, or an adapter next to its base, has to be saved instead.
     """
     config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     same = config.get("model_type") == model.config.model_type
@@ -68,7 +68,7 @@ def can_be_copied(folder: Path, model: Any) -> bool:
 def copy_with_config(folder: Path, model: Any, context: int, out: Path) -> None:
     """Copy a checkpoint byte for byte into the folder `out`, with the config of `model`.
 
-    The tokenizer's own limit becomes `context`: it would warn of longer texts.
+    The tokenizer's own limit becomes `context`, since it would warn about longer texts.
     """
     weights = weight_files(folder)
     files = [path for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")]
@@ -85,7 +85,7 @@ def copy_with_config(folder: Path, model: Any, context: int, out: Path) -> None:
 
 
 def fingerprint(name: str) -> str | None:
-    """Return a digest of what a model's name stands for: weights, config, tokenizer; None before it is downloaded."""
+    """Return a digest of what a model's name stands for (weights, config, tokenizer); None before it is downloaded."""
     from rpe3d.models.gguf import default_gguf
 
     path = default_gguf() if name == "default" else Path(name).expanduser()

@@ -1,8 +1,8 @@
-"""The devices of this machine, counted without starting CUDA in this process.
+"""Count the devices of this machine without starting CUDA in this process.
 
 `torch.cuda.is_available()` calls cudaGetDeviceCount, after which a forked child cannot use CUDA: vLLM, which forks,
 then stops with "Cannot re-initialize CUDA in forked subprocess". `torch.cuda.device_count()` asks NVML instead, and the
-CUDA runtime only where NVML does not answer (PyTorch's notes on multiprocessing, "Poison fork in multiprocessing").
+CUDA runtime only if NVML does not answer (PyTorch's notes on multiprocessing, "Poison fork in multiprocessing").
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ def device_count(kind: str) -> int:
 
 
 def has_cuda() -> bool:
-    """Say whether this machine has a GPU that CUDA, or ROCm, can use."""
+    """Return whether this machine has a GPU that CUDA or ROCm can use."""
     return device_count("cuda") > 0
 
 
 def present(place: torch.device) -> bool:
-    """Say whether this machine has the device that `place` names."""
+    """Return whether this machine has the device that `place` names."""
     return (place.index or 0) < device_count(place.type)

@@ -1,4 +1,4 @@
-"""`extend` and `restore`: a law for a model, in place, and back."""
+"""Put a model under a law in place (`extend`), and take it back to stock (`restore`)."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ import torch
 from torch import Tensor, nn
 
 from rpe3d.config import SCALINGS, ConfigError, Rotary, Scaling, make_scaling, whole
-from rpe3d.geometry import DEFAULT, Law, make_law, parse_law, read_law
+from rpe3d.geometry import DEFAULT, Law, LawSpec, make_law, parse_law, read_law
 from rpe3d.geometry.frequencies import model_frequencies
-from rpe3d.models.carried import Carried, carried, kind_of, parameters_of
+from rpe3d.models.carried import Carried, carried, kind_of, parameters_of, stock_of
 from rpe3d.models.noted import is_watched, unwatch, watch
-from rpe3d.models.own_context import own_parameters, pretrained_positions
+from rpe3d.models.own_context import as_the_checkpoint_has_it, pretrained_positions
 from rpe3d.models.probe import Findings, probe, refusal, run_one_token, table_of
 from rpe3d.models.registry import DYNAMIC, NAME, register, rope_init
 
 _STATE = "_rpe3d_stock"
 Model = TypeVar("Model")
-"""A model comes back as the type that it was given as."""
+"""A model is returned with the type that it was passed with."""
 _FOREIGN = ("mrope_section", "mrope_interleaved", "llama_4_scaling_beta", "max_position_embeddings")
-"""Of rope parameters: what families keep there for other ends than frequencies."""
+"""Rope parameters that model families use for purposes other than frequencies."""
 
 
 @dataclass
 class Stock:
-    """What a model was before: enough to make it so again, bit for bit."""
+    """The state of a model before it was extended: enough to restore it bit for bit."""
 
     rope_parameters: dict[str, Any]
     max_position_embeddings: int
     attention: str
     rotaries: list[tuple[dict[str, Tensor], dict[str, Any]]] = field(default_factory=list)
-    """Buffers and attributes of the modules that make cos and sin; none where the model was loaded extended."""
+    """Buffers and attributes of the modules that compute cos and sin; empty if the model was loaded extended."""
 
 
 @dataclass(frozen=True)
 class _Reading:
-    """What a model says of itself, whether it is under a law or not."""
+    """Facts about a model, whether it is under a law or not."""
 
     found: Findings
     stock: Stock | None
-    """What it was before; None where it is stock."""
+    """State before the law; None if the model is stock."""
     facts: dict[str, Any]
 
 
@@ -57,18 +57,19 @@ def extend(model: Model, law: Law | str | Path) -> Model: ...
 
 
 def extend(model: Model, law: Law | str | Path = DEFAULT, *, context: int | None = None, **parameters: Any) -> Model:
-    """Give a Hugging Face causal language model a longer context, in place; returns the model.
+    """Give a Hugging Face causal language model a longer context, in place, and return it.
 
-    `law` is a name out of `rpe3d.laws()`, with `parameters` as keywords or in the text (`"3d-rpe:chunk=64"`); or a law
-    file, whose own context is the default; or a `Law` that was made for this model, alone. The pretrained length, rope
-    base, scaling and head layout are read from the model. Nothing is changed if anything is wrong. Extending again
-    replaces the law.
+    `law` is a name from `rpe3d.laws()`, with `parameters` as keywords or in the string (`"3d-rpe:chunk=64"`); or a law
+    file, whose own context is the default; or a `Law` made for this model, without further arguments. The pretrained
+    length, RoPE base, scaling and head layout are read from the model. If anything is wrong, the model is left
+    unchanged. Extending again replaces the law.
     """
     read = _read(model)
     found = read.found
-    if isinstance(law, str):
-        parameters = {**own_parameters(model, law), **parameters}
-    made = _law_for(read.facts, law, context, parameters)
+    asked: Any = law
+    if isinstance(law, str | Path):
+        asked = as_the_checkpoint_has_it(model, read_law(law) if isinstance(law, Path) else parse_law(law))
+    made = _law_for(read.facts, asked, context, parameters)
     stock = read.stock or _stock(text_config(model), found.rotaries)
     register()
     tables = [_kept(rotary) for rotary in found.rotaries]
@@ -89,15 +90,15 @@ def extend(model: Model, law: Law | str | Path = DEFAULT, *, context: int | None
 
 
 def facts(model: Any) -> dict[str, Any]:
-    """Return the keyword arguments of `make_law` that describe a model; refuse a model that takes no law.
+    """Return the keyword arguments of `make_law` that describe a model; refuse a model that cannot take a law.
 
-    Found by running one token at two positions. The model stays as it is, under a law or not.
+    They are found by running one token at two positions. The model is left unchanged, under a law or not.
     """
     return _read(model).facts
 
 
 def restore(model: Model) -> Model:
-    """Make a model stock again, bit for bit, in place; returns the model."""
+    """Turn an extended model back into the stock model, bit for bit and in place, and return it."""
     stock = getattr(model, _STATE, None) or _loaded_stock(model, text_config(model))
     if stock is None:
         raise ConfigError("this model is not extended", "there is nothing to restore")
@@ -124,30 +125,30 @@ def law_of(model: Any) -> Law | None:
 
 
 def pretrained_length(model: Any) -> int:
-    """Return how many positions a model was pretrained on, whether it is under a law or not."""
+    """Return the number of positions that a model was pretrained on, whether it is under a law or not."""
     config, law = text_config(model), law_of(model)
     if law is not None:
         return law.pretrained
     _rope_parameters(config)  # refuses a model without rotation, which may know no such length
     known = pretrained_positions(config)
     if known is None:
-        raise ConfigError(f"{type(config).__name__} names no max_position_embeddings", "give another model")
+        raise ConfigError(f"{type(config).__name__} has no max_position_embeddings", "use another model")
     return known
 
 
 def as_stock(model: Model) -> Model:
-    """Restore a model that is under a law; returns the model."""
+    """Restore a model if it is under a law, and return it."""
     return model if law_of(model) is None else restore(model)
 
 
 def check_savable(model: Any) -> None:
-    """Refuse an extended model whose config class takes no rope type but its own: `save_pretrained` would, later."""
+    """Refuse an extended model whose config class accepts only its own rope types, as `save_pretrained` would later."""
     try:
         text_config(model).validate_rope()
     except Exception as error:  # config classes raise what they like
         raise ConfigError(
-            f"{type(model).__name__} runs under a law but cannot be saved with it: its config takes no rope type but "
-            "those it knows",
+            f"{type(model).__name__} runs under a law but cannot be saved with it: its config accepts only the rope "
+            "types that it knows",
             "save the stock model, and extend it wherever it is loaded",
         ) from error
 
@@ -156,45 +157,45 @@ def text_config(given: Any) -> Any:
     """Return the config that holds a causal language model's positions; refuse anything else."""
     model: Any = given
     if not isinstance(given, nn.Module) or not hasattr(given, "config"):
-        raise ConfigError(f"{type(model).__name__} is not a Hugging Face model", "give a transformers causal LM")
+        raise ConfigError(f"{type(model).__name__} is not a Hugging Face model", "pass a transformers causal LM")
     config = model.config.get_text_config(decoder=True)
     if getattr(config, "is_encoder_decoder", False) or not hasattr(model, "generate") or not model.can_generate():
-        raise ConfigError(f"{type(model).__name__} is not a causal language model", "give one that generates text")
+        raise ConfigError(f"{type(model).__name__} is not a causal language model", "pass one that generates text")
     return config
 
 
 def _rope_parameters(config: Any) -> dict[str, Any]:
-    """Copy the model's own rope parameters, as its config has them: one dict, or one per type of layer."""
+    """Copy the model's own rope parameters from its config: one dict, or one per layer type."""
     parameters = getattr(config, "rope_parameters", None)
     if not isinstance(parameters, Mapping) or not parameters:
         raise ConfigError(
             f"{type(config).__name__} describes no rotary position encoding (rope_parameters)",
-            "a law needs a model that has one: docs/families.md lists them",
+            "use a model that has one: docs/families.md lists them",
         )
     return copy.deepcopy(dict(parameters))
 
 
 def _nested(parameters: dict[str, Any]) -> bool:
-    """Say whether there are several rope parameters, one per type of layer."""
+    """Return whether there are several rope parameters, one per layer type."""
     return "rope_type" not in parameters and "rope_theta" not in parameters
 
 
 def _full(parameters: dict[str, Any], kind: str) -> dict[str, Any]:
-    """Return the rope parameters of the layers with full attention."""
+    """Return the rope parameters of the full-attention layers."""
     return dict(parameters[kind] if _nested(parameters) else parameters)
 
 
 def _check_rope_type(family: str, rope_type: str) -> None:
-    """Refuse a model whose own frequencies no law is built to stand on."""
+    """Refuse a model whose own frequencies no law can build on."""
     if rope_type not in ("default", "proportional", *SCALINGS):
         why = {
             "dynamic": "whose frequencies change with the length of the text",
-        }.get(rope_type, "which is not known here")
-        raise refusal(family, f"no law is built to stand on its rope type {rope_type!r}, {why}")
+        }.get(rope_type, "which rpe3d does not know")
+        raise refusal(family, f"no law supports its rope type {rope_type!r}, {why}")
 
 
 def _read(model: Any) -> _Reading:
-    """Find out what a law is made from, or refuse a model that takes none."""
+    """Read the facts that a law is made from; refuse a model that cannot take one."""
     config, family = text_config(model), type(model).__name__
     stock = getattr(model, _STATE, None) or _loaded_stock(model, config)
     base = stock.rope_parameters if stock else _rope_parameters(config)
@@ -222,9 +223,10 @@ def _read(model: Any) -> _Reading:
 
 
 def _base(own: dict[str, Any], found: Findings) -> float:
-    """Return the base b with θ_l = b^(-2l/r) for the r dimensions that turn.
+    """Return the base b with θ_l = b^(-2l/r) for the r rotated dimensions.
 
-    `proportional` frequencies are B^(-2l/d) with the whole head d, of which only the first turn: so b = B^(r/d).
+    `proportional` frequencies are B^(-2l/d) with the whole head d, of which only the first dimensions rotate: so b =
+    B^(r/d).
     """
     base: float = own.get("rope_theta", 10000.0)
     whole_head = own.get("rope_type") == "proportional"
@@ -234,7 +236,7 @@ def _base(own: dict[str, Any], found: Findings) -> float:
 def _scaling(own: dict[str, Any], pretrained: int) -> Scaling | None:
     """Return a model's own scaling, from the rope parameters that transformers reads.
 
-    Of a `proportional` rope type there is left, besides its base, a linear scaling or none.
+    A `proportional` rope type leaves, besides its base, a linear scaling or none.
     """
     given = {k: v for k, v in own.items() if k not in _FOREIGN}
     match own.get("rope_type"):
@@ -248,33 +250,28 @@ def _scaling(own: dict[str, Any], pretrained: int) -> Scaling | None:
     return make_scaling(given)
 
 
-def _law_for(facts: dict[str, Any], law: Law | str | Path, context: int | None, parameters: dict[str, Any]) -> Law:
-    """Return the law of this name or file for a model of these facts, or the law given if it fits such a model."""
-    if not isinstance(law, Law | str | Path):
+def _law_for(facts: dict[str, Any], law: Law | LawSpec, context: int | None, parameters: dict[str, Any]) -> Law:
+    """Return the requested law for a model with these facts, or the given law if it fits the model."""
+    if not isinstance(law, Law | LawSpec):
         raise ConfigError(
-            f"law is {law!r}, which is neither a Law nor text nor a Path",
-            "give a name out of rpe3d.laws(), a law file, or a Law",
+            f"law is {law!r}, which is not a Law, a str or a Path",
+            "pass a name from rpe3d.laws(), a law file, or a Law",
         )
-    if not isinstance(law, Law):
-        spec = read_law(law) if isinstance(law, Path) else parse_law(law)
-        spec.check(facts["pretrained"])
-        context = spec.context if context is None else context
+    if isinstance(law, LawSpec):
+        law.check(facts["pretrained"])
+        context = law.context if context is None else context
         if context is None:
             raise TypeError("extend() missing 1 required keyword-only argument: 'context'")
         if read := sorted(facts.keys() & parameters):
-            raise ConfigError(
-                f"{read[0]} is read from the model", "leave it out: only the law's own parameters are free"
-            )
-        return make_law(spec.name, context=whole("context", context), **facts, **{**spec.parameters, **parameters})
+            raise ConfigError(f"{read[0]} is read from the model", "leave it out: only the law's parameters can be set")
+        return make_law(law.name, context=whole("context", context), **facts, **{**law.parameters, **parameters})
     if given := sorted(parameters) if context is None else ["context"]:
-        raise ConfigError(
-            f"{given[0]} is given beside a law that was made with its own", "leave it out, or give the law by its name"
-        )
+        raise ConfigError(f"{given[0]} is given together with a finished law", "leave it out, or pass the law by name")
     made_for = law.to_dict()
     for name, value in facts.items():
         if made_for[name] != value:
             raise ConfigError(
-                f"the law was made for a model whose {name} is {made_for[name]!r}, and this model's is {value!r}",
+                f"the law was made for a model whose {name} is {made_for[name]!r}, but this model's is {value!r}",
                 f"make it for this model: rpe3d.extend(model, {law.name!r}, context={law.context}, ...)",
             )
     return law
@@ -305,7 +302,7 @@ def _put_back(rotaries: tuple[Any, ...], kept: list[tuple[dict[str, Tensor], dic
 
 
 def _own_config(model: Any, rotaries: tuple[Any, ...]) -> list[tuple[nn.Module, str, Any]]:
-    """Give the model configs of its own, since another may be built on the same objects; what was replaced where."""
+    """Give the model its own copies of shared configs, and return what was replaced where."""
     from transformers import PreTrainedConfig
 
     copies: dict[int, Any] = {}
@@ -324,25 +321,25 @@ def _own_config(model: Any, rotaries: tuple[Any, ...]) -> list[tuple[nn.Module, 
 
 
 def _configs(config: Any, rotaries: tuple[Any, ...]) -> list[Any]:
-    """Return a model's config, and the copies of it that some families make their cos and sin from."""
+    """Return a model's config, and the copies of it that some families compute cos and sin from."""
     held = [config, *(getattr(rotary, "config", config) for rotary in rotaries)]
     return list({id(one): one for one in held}.values())
 
 
 def _loaded_stock(model: Any, config: Any) -> Stock | None:
-    """Return what a config that was saved extended says of its stock model."""
+    """Return the stock state recorded in a config that was saved extended."""
     parameters = parameters_of(config)
     if parameters is None or "law" not in parameters:
         return None
     return Stock(
-        rope_parameters=copy.deepcopy(parameters["stock"]),
+        rope_parameters=stock_of(parameters),
         max_position_embeddings=int(parameters.get("stock_positions", parameters["law"]["pretrained"])),
         attention="sdpa" if getattr(model, "_supports_sdpa", False) else "eager",
     )
 
 
 def _apply(config: Any, found: Findings, law: Law, stock: Stock) -> None:
-    """Set config, tables and attention, in this order: each reads the one before."""
+    """Set the config, the tables and the attention, in this order: each reads the one before."""
     rope_type = DYNAMIC if law.grows else NAME
     kind, nested = kind_of(config), _nested(stock.rope_parameters)
     own = _full(stock.rope_parameters, kind)

@@ -1,4 +1,4 @@
-"""Whatever can be wrong with a model on disk or on the hub, in one sentence."""
+"""Explain in one sentence whatever can be wrong with a model on disk or on the hub."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 from rpe3d.config import ConfigError
 
-CHOICES = "give a folder, a .gguf file or `default`"
+CHOICES = "pass a folder, a .gguf file or `default`"
 
 
 def need(*modules: str) -> None:
-    """Refuse to start without these packages."""
+    """Refuse to start if one of these packages is not installed."""
     for module in modules:
         if find_spec(module) is None:
             raise ConfigError(f"{module} is not installed", "pip install 'rpe3d[models]'")
@@ -30,9 +30,9 @@ def check_complete(target: str, info: dict[str, Any]) -> None:
 
 @contextmanager
 def explained(source: str, *, hub: bool = False) -> Iterator[None]:
-    """Turn whatever transformers, safetensors or the file system raise while `source` loads into a ConfigError.
+    """Turn any exception from transformers, safetensors or the file system while `source` loads into a ConfigError.
 
-    All exceptions are meant: a damaged file surfaces as KeyError, TypeError, SafetensorError and many more.
+    It catches all exceptions: a damaged file surfaces as KeyError, TypeError, SafetensorError and many more.
     """
     from safetensors import SafetensorError
 
@@ -48,17 +48,17 @@ def explained(source: str, *, hub: bool = False) -> Iterator[None]:
             hint = "read that code, then pass trust_remote_code=True (--trust-remote-code)"
             raise ConfigError(f"{source} needs code from its own repository", hint) from error
         if isinstance(error, ImportError):
-            hint = "install the package that it names: quantised weights need the library that made them"
+            hint = "install the package it names: quantised weights need the library that made them"
             raise ConfigError(f"cannot load {source} without another package ({line})", hint) from error
         if isinstance(error, SafetensorError):
             raise ConfigError(*_broken_weights(source, line)) from error
         if hub and isinstance(error, OSError):
-            raise ConfigError(f"there is no folder {source}, and the hub did not give it ({line})", CHOICES) from error
-        raise ConfigError(f"cannot load {source} ({line})", "copy it again, or give another model") from error
+            raise ConfigError(f"there is no folder {source}, and the hub did not serve it ({line})", CHOICES) from error
+        raise ConfigError(f"cannot load {source} ({line})", "copy it again, or pass another model") from error
 
 
 def interrupted(error: BaseException | None) -> bool:
-    """Say whether Ctrl-C lies beneath an error: modules that are being imported turn it into an ImportError."""
+    """Return whether Ctrl-C is the cause of an error: modules that are being imported turn it into an ImportError."""
     while error is not None:
         if isinstance(error, KeyboardInterrupt):
             return True
@@ -75,7 +75,7 @@ def first_line(error: BaseException) -> str:
 
 
 def _broken_weights(source: str, line: str) -> tuple[str, str]:
-    """Return problem and hint for weights that safetensors refuses, without saying which file."""
+    """Return problem and hint for weights that safetensors rejects without naming the file."""
     from huggingface_hub import snapshot_download
     from safetensors import SafetensorError, safe_open
 

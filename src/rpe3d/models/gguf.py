@@ -1,7 +1,7 @@
-"""GGUF files as ordinary models: converted once, to float32 safetensors and tokenizer files in the user's cache.
+"""Load GGUF files as ordinary models, converted once to float32 safetensors and tokenizer files in the user's cache.
 
-transformers needs a quarter of a minute or more to unpack one and calls the result quantised, so that `.half()` raises.
-What is kept is checked by sha256 whenever it is used, and is made again if it is damaged.
+transformers needs 15 seconds or more to unpack one and calls the result quantised, so that `.half()` raises. The cached
+files are checked by sha256 on every use, and rebuilt if they are damaged.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _cache() -> Path:
 
 
 def converted(gguf: Path) -> tuple[Path, list[str]]:
-    """Return the cache entry with `gguf` as safetensors, converting it first if need be, and notes for the user."""
+    """Return the cache entry with `gguf` as safetensors, converted first if needed, and notes for the user."""
     from safetensors import SafetensorError
 
     with gguf.open("rb") as file:
@@ -67,17 +67,17 @@ def converted(gguf: Path) -> tuple[Path, list[str]]:
             why = getattr(error, "strerror", None) or (full if full in str(error) else None)
             if not why:  # not the file system's: transformers raises plain OSErrors too
                 raise
-            hint = "set XDG_CACHE_HOME to a folder that can be written and has room"
+            hint = "set XDG_CACHE_HOME to a writable folder with enough space"
             raise ConfigError(f"cannot keep the converted weights in {entry.parent}: {why}", hint) from error
     return entry, [*said, *json.loads((entry / MANIFEST).read_bytes())["notes"]]
 
 
 def _damage(entry: Path) -> str | None:
-    """Return what keeps a cache entry from being used, or None. The manifest is written last."""
+    """Return the reason why a cache entry cannot be used, or None. The manifest is written last."""
     try:
         manifest = json.loads((entry / MANIFEST).read_bytes())
         if "config.json" not in manifest["files"] or not isinstance(manifest["notes"], list):
-            return "its manifest makes no sense"
+            return "its manifest is invalid"
         for name, kept in manifest["files"].items():
             if (entry / name).stat().st_size != kept["size"] or sha256(entry / name) != kept["sha256"]:
                 return f"{name} is not what was written"
@@ -87,7 +87,7 @@ def _damage(entry: Path) -> str | None:
 
 
 def _make(gguf: Path, entry: Path) -> list[str]:
-    """Make `entry`, once however many processes ask: the others wait for the lock, then find it whole."""
+    """Make `entry` once, however many processes ask: the others wait for the lock, then find it complete."""
     entry.parent.mkdir(parents=True, exist_ok=True)
     with turn(entry.parent / f".{entry.name}.lock"):
         wrong = _damage(entry)
@@ -95,7 +95,7 @@ def _make(gguf: Path, entry: Path) -> list[str]:
             return []
         said = [f"converted {gguf.name} to safetensors, kept in {entry}"]
         if os.path.lexists(entry):
-            said = [f"the converted weights in {entry} were damaged ({wrong}) and have been made again"]
+            said = [f"the converted weights in {entry} were damaged ({wrong}) and have been rebuilt"]
             _remove(entry)
         for left in entry.parent.glob(f".{glob.escape(entry.name)}.*.unfinished"):  # by a process that was killed
             _remove(left)
@@ -128,9 +128,10 @@ def _write_manifest(gguf: Path, folder: Path, notes: list[str]) -> None:
 
 
 def _convert(gguf: Path, folder: Path) -> list[str]:
-    """Write `gguf` into the empty `folder` as float32 safetensors, config and tokenizer. Returns what it lost.
+    """Write `gguf` into the empty `folder` as float32 safetensors, config and tokenizer, and return what was lost.
 
-    float32 because that is what transformers unpacks to whatever is asked for; nothing is rounded twice.
+    The weights are float32 because transformers unpacks to that regardless of the dtype requested; nothing is rounded
+    twice.
     """
     import transformers
     from gguf import GGUFReader
@@ -167,9 +168,9 @@ def _convert(gguf: Path, folder: Path) -> list[str]:
 
 
 def _opens_with_bos(fields: Any) -> bool:
-    """Say whether texts open with a BOS token by llama.cpp's rule, which transformers does not follow.
+    """Return whether texts open with a BOS token by llama.cpp's rule, which transformers does not follow.
 
-    A Llama without it spends its first word on being the token that all others may attend to.
+    Without it, a Llama uses its first word as the token that all others may attend to.
     """
     said = {key: fields[f"tokenizer.ggml.{key}"].contents() for key in TOKENIZER if f"tokenizer.ggml.{key}" in fields}
     default = said.get("model") == "llama" or said.get("pre") == "llama-bpe"
@@ -177,7 +178,7 @@ def _opens_with_bos(fields: Any) -> bool:
 
 
 def _lost_scaling(name: str, fields: dict[str, Any], tensors: list[str], config: Any) -> list[str]:
-    """Return a note where the file scales its frequencies and transformers did not read that, as for most families.
+    """Return a note if the file scales its frequencies but transformers did not read that, as for most families.
 
     llama.cpp keeps the scaling of linear and YaRN models in metadata, and that of Llama 3.1 in a tensor.
     """

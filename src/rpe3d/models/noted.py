@@ -32,13 +32,13 @@ def positions_given(module: nn.Module, args: Any, kwargs: Any) -> Tensor | None:
 
 
 def note(module: nn.Module, args: Any, kwargs: Any) -> None:
-    """Note the positions of a forward: a hook on the modules that make cos and sin."""
+    """Note the positions of a forward pass: a hook on the modules that compute cos and sin."""
     given = positions_given(module, args, kwargs)
     _noted.made = (module.config, _one_row(given) if given is not None and given.ndim == 3 else given)
 
 
 def _one_row(positions: Tensor) -> Tensor:
-    """Return the positions that three rows agree on; refuse a picture's. In a graph, which cannot refuse: none."""
+    """Return the positions that three rows agree on; refuse an image's (in a graph, which cannot refuse, return -1)."""
     row = positions[0]
     if positions.stride(0) == 0 or len(positions) == 1:
         return row
@@ -47,17 +47,17 @@ def _one_row(positions: Tensor) -> Tensor:
         return torch.where(same, row, -1)
     if not same:
         raise ConfigError(
-            "pictures stand on a plane, and a law places tokens on one line",
-            "give text alone, or call rpe3d.restore(model) for the stock model",
+            "images have two-dimensional positions, but a law places tokens on one line",
+            "pass only text, or call rpe3d.restore(model) for the stock model",
         )
     return row
 
 
 def positions(config: Any, given: Tensor | None) -> Tensor:
-    """Return the positions that were noted in this forward of a model; refuse where none were.
+    """Return the positions that were noted in this forward pass of a model; refuse if there are none.
 
-    `given` is what attention was handed, if anything. Where checkpointing runs a layer again, it is handed the same
-    tensor, and what belongs to that is known.
+    `given` is what attention was passed, if anything. When checkpointing recomputes a layer, it passes the same tensor,
+    whose positions are known.
     """
     tracing = torch.compiler.is_compiling()
     made = getattr(_noted, "made", None)
@@ -65,7 +65,7 @@ def positions(config: Any, given: Tensor | None) -> Tensor:
         made = None if given is None else (config, _told.get(given))
     if made is None or made[0] is not config or made[1] is None:
         raise ConfigError(
-            "this model passes no position ids to its attention, and they are not known while layers run again",
+            "this model passes no position ids to its attention, and they are unknown while layers are recomputed",
             "train it without gradient checkpointing",
         )
     found: Tensor = made[1]
@@ -75,19 +75,19 @@ def positions(config: Any, given: Tensor | None) -> Tensor:
 
 
 def watch(rotaries: Any) -> None:
-    """Note positions in these modules from now on. Safe to call again."""
+    """Note positions in these modules from now on. May be called repeatedly."""
     unwatch(rotaries)
     for rotary in rotaries:
         rotary.register_forward_pre_hook(note, with_kwargs=True)
 
 
 def is_watched(rotary: Any) -> bool:
-    """Say whether positions are noted in a rotary module."""
+    """Return whether positions are noted in a rotary module."""
     return any(hook is note for hook in rotary._forward_pre_hooks.values())
 
 
 def unwatch(rotaries: Any) -> None:
-    """Note nothing in these modules any more."""
+    """Stop noting positions in these modules."""
     for rotary in rotaries:
         hooks = rotary._forward_pre_hooks
         for number in [number for number, hook in hooks.items() if hook is note]:

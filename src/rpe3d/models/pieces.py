@@ -1,4 +1,4 @@
-"""A long prompt, read in pieces: what layers compute for a piece is freed before the next, so memory is the cache's."""
+"""Read a long prompt in pieces: activations of a piece are freed before the next, so memory is that of the cache."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from rpe3d.models.carried import parameters_of
 from rpe3d.models.extend import law_of
 
 PIECE = 32768
-"""Tokens read at once, unless asked for otherwise: enough to keep a GPU busy."""
+"""Default number of tokens to read at once: enough to keep a GPU busy."""
 AT_ONCE = 2**17
-"""Tokens up to which a measurement reads a text at once."""
+"""Length up to which a measurement reads a text at once, in tokens."""
 
 
 def read(
@@ -27,11 +27,11 @@ def read(
     *,
     left: int | None = None,
 ) -> Any:
-    """Read a prompt but for its last piece, and return the cache to hand to `generate` with the whole prompt.
+    """Read all of a prompt but its last piece, and return the cache to pass to `generate` with the whole prompt.
 
-    Without padding: every row is read from its first token on. None where nothing is read: the prompt is one piece, or
-    has to be read at once (`refusal`). `told` hears how many tokens have been read. `left` is the number of last tokens
-    to leave unread, instead of the last piece.
+    Rows must be without padding: every row is read from its first token on. Returns None if nothing is read: the prompt
+    is one piece, or has to be read at once (`refusal`). `told` is called with the number of tokens read. `left` is the
+    number of last tokens to leave unread, instead of the last piece.
     """
     from transformers import DynamicCache
 
@@ -50,25 +50,25 @@ def read(
 
 
 def read_long(model: Any, ids: Tensor) -> Any:
-    """Read what is longer than AT_ONCE but for its last piece, and return the cache; None where nothing was read."""
+    """Read all but the last piece of a text longer than AT_ONCE, and return the cache; None if nothing was read."""
     return read(model, ids, PIECE) if ids.shape[1] > AT_ONCE else None
 
 
 def continued(ids: Tensor, cache: Any) -> dict[str, Any]:
-    """Return the arguments of a forward that reads what a cache lacks of a text; of all of it where there is none."""
+    """Return the arguments of a forward that reads the part of a text that a cache lacks; all of it without a cache."""
     if cache is None:
         return {"input_ids": ids, "use_cache": False}
     return {"input_ids": ids[:, cache.get_seq_length() :], "past_key_values": cache, "use_cache": True}
 
 
 def refusal(model: Any) -> str | None:
-    """Say why pieces of a prompt would not give what the prompt read at once gives; None if they do."""
+    """Return why reading a prompt in pieces would give another result than reading it at once; None if it does not."""
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
     config = model.config.get_text_config(decoder=True)
     if any(type(x) not in (DynamicLayer, DynamicSlidingWindowLayer) for x in DynamicCache(config=config).layers):
-        return "some of its layers keep something other than their own keys and values"
+        return "some of its layers cache something other than their own keys and values"
     law, stock = law_of(model), (parameters_of(config) or {}).get("rope_type")
     if law.grows if law is not None else stock in ("dynamic", "longrope"):
         return "its frequencies change with the length of the text"

@@ -1,10 +1,10 @@
-"""Where the tokens of a forward stand: one answer, from the cache's offset, the position ids and the padding mask.
+"""Find where the tokens of a forward pass stand, from the cache's offset, the position ids and the padding mask.
 
-A forward brings t queries, in slots offset, offset + 1 ... of the cache, and is handed the keys of all slots so far.
-The queries have position ids. Nobody kept those of earlier forwards, but positions count on within a text. They count
-in one of two ways, which differ only where padding lies between tokens: from token to token, as `generate` has them,
-or from slot to slot, as in a model that is given a mask and no position ids. The queries show which way it is.
-Positions that count in neither way, or that can be read in both, are refused.
+A forward pass brings t queries, in slots offset, offset + 1 ... of the cache, and is passed the keys of all slots so
+far. The queries have position ids. Those of earlier forward passes were not kept, but positions are consecutive within
+a text. They count in one of two ways, which differ only if padding lies between tokens: from token to token, as in
+`generate`, or from slot to slot, as in a model that gets a mask and no position ids. The queries show which way it is.
+Positions that count in neither way, or that are ambiguous, are refused.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from rpe3d.attention.problem import Placed, Run
 from rpe3d.config import ConfigError
 
 TOKEN, HERE = 1, 2
-"""Of the mask that layers are given, one byte per slot: it holds a token; it is one of this forward's own."""
+"""Bits of the layers' mask, one byte per slot: the slot holds a token; the slot belongs to this forward pass."""
 
 _last = threading.local()
 _MOST_STARTS = 4096
 _lock = threading.Lock()
 _starts: dict[int, None] = {0: None}
-"""Positions at which texts have begun, the newest last: where one begins elsewhere than at 0, only its first forward
-shows it. A promise to keep count is taken on trust only from texts that begin where slots or positions are 0."""
+"""Positions at which texts have begun, newest last: if a text does not begin at 0, only its first forward shows it.
+That positions are consecutive is taken on trust only for texts that begin at slot 0 or position 0."""
 
 
 def layer_mask(
@@ -42,7 +42,7 @@ def layer_mask(
 
 
 def coded(mask: Bool[Tensor, "b n"] | None, b: int, t: int, s: int, offset: Any, device: Any) -> UInt8[Tensor, "b s"]:
-    """Mark which of `s` slots hold tokens, and which are the `t` from `offset` on."""
+    """Mark which of `s` slots hold tokens, and which are the `t` slots from `offset` on."""
     slots = torch.arange(s, device=device)
     here = (slots >= offset) & (slots < offset + t)
     if mask is None:
@@ -56,25 +56,25 @@ def coded(mask: Bool[Tensor, "b n"] | None, b: int, t: int, s: int, offset: Any,
 
 @dataclass(frozen=True)
 class Layout:
-    """Arguments of `attention`, and which of the given vectors they speak of."""
+    """Arguments of `attention`, and the vectors that they describe."""
 
     queries: Tensor | range | Placed
     keys: range | Placed
     query_mask: Tensor | None
     key_mask: Tensor | None
     keys_used: int
-    """Slots from the first on: a static cache has more."""
+    """Number of slots used, from the first on: a static cache has more."""
     query_slots: Int[Tensor, "b n"] | None = None
-    """Where the queries are among those given, tokens first; None: as given."""
+    """Indices of the queries among those given, tokens first; None: as given."""
     key_slots: Int[Tensor, "b n"] | None = None
     end: int | None = None
     """Position after the last token; None in a graph."""
     sound: Tensor | None = None
-    """In a graph, which cannot refuse: whether the keys stand where `keys` says. Where False, the output is NaN."""
+    """In a graph, which cannot refuse: whether the keys are where `keys` says. If False, the output is NaN."""
     from_zero: Tensor | None = None
-    """In a graph: whether the tokens of every row stand at 0, 1, 2 ..., as those must that are chosen from."""
+    """In a graph: whether the tokens of every row are at 0, 1, 2 ..., as a choice of keys requires."""
     shared: Shared | None = None
-    """Attention of the layers of this forward; None in a graph."""
+    """Attention for the layers of this forward pass; None in a graph."""
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class Layout:
         return query if self.query_slots is None else _picked(query, self.query_slots), key, value
 
     def returned(self, out: Tensor, chosen: bool = False) -> Tensor:
-        """Return the output in the order in which the queries were given; `chosen`: of a law that chooses far keys."""
+        """Return the output in the order of the given queries; `chosen` is for a law that chooses far keys."""
         if self.query_slots is not None:  # all of them, in another order
             index = self.query_slots[:, None, :, None].expand_as(out)
             out = torch.zeros_like(out).scatter(2, index, out)
@@ -109,10 +109,10 @@ class Layout:
 def layout(
     query: Tensor, key: Tensor, mask: Tensor | None, position_ids: Tensor | None, layer: int, model: Any = None
 ) -> Layout:
-    """Return the layout of a forward, which its first layer makes and the other layers share.
+    """Return the layout of a forward pass, which its first layer makes and the other layers share.
 
-    `model` is any object that the layers of one model share. Their indices rise within a forward, except where
-    checkpointing runs layers again for their gradients.
+    `model` is any object that the layers of one model share. Their indices increase within a forward pass, except when
+    checkpointing recomputes layers for their gradients.
     """
     shape = (query.shape[0], query.shape[2], key.shape[2])
     if torch.compiler.is_compiling():
@@ -130,17 +130,18 @@ def layout(
 
 
 def _queue(x: Tensor) -> tuple[int, bool] | tuple[()]:
-    """Return the stream that takes what is done to a tensor, and whether that becomes part of a CUDA graph.
+    """Return the stream that operations on a tensor go to, and whether they become part of a CUDA graph.
 
-    Layers on other streams must not share room. What was read from a device is no part of a graph, nor the reverse.
+    Layers on different streams must not share memory. What was read from a device is not part of a graph, nor the
+    reverse.
     """
     return (torch.cuda.current_stream(x.device).stream_id, capturing(x)) if x.is_cuda else ()
 
 
 def _changes(x: Tensor | None) -> int | None:
-    """Return how often a tensor was changed in place, or None in inference mode, where nobody counts.
+    """Return how often a tensor was changed in place, or None in inference mode, where that is not counted.
 
-    There only layers that follow one another are one forward.
+    In inference mode, only consecutive layers count as one forward pass.
     """
     if x is None:
         return 0
@@ -153,8 +154,8 @@ def _layout(b: int, t: int, s: int, mask: Tensor | None, position_ids: Tensor | 
     if mask is not None:
         if mask.dtype != torch.uint8 or mask.shape != (b, 1, 1, s):
             raise ConfigError(
-                f"the attention mask is {tuple(mask.shape)} {mask.dtype}, but a law is causal and takes padding alone",
-                "give the padding mask [batch, tokens]",
+                f"the attention mask is {tuple(mask.shape)} {mask.dtype}, but a law is causal and takes only padding",
+                "pass the padding mask [batch, tokens]",
             )
         mask = mask[:, 0, 0]
     positions = position_ids.expand(b, t)
@@ -172,12 +173,12 @@ def _layout(b: int, t: int, s: int, mask: Tensor | None, position_ids: Tensor | 
 
 
 def capturing(x: Tensor) -> bool:
-    """Say whether what is done to a tensor becomes part of a CUDA graph."""
+    """Return whether operations on a tensor become part of a CUDA graph."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _unpadded(positions: Int[Tensor, "b t"], s: int) -> list[Row]:
-    """Return `_facts` where every slot holds a token; position ids of one row stand for all."""
+    """Return `_facts` for rows in which every slot holds a token; position ids of one row stand for all."""
     t = positions.shape[1]
     if t <= MOST_QUERIES:  # a step compares numbers sooner than tensors
         given = positions.tolist()
@@ -203,7 +204,7 @@ def _unpadded(positions: Int[Tensor, "b t"], s: int) -> list[Row]:
 
 
 def _in_a_graph(s: int, mask: Tensor | None, positions: Tensor) -> Layout:
-    """Place keys from slot to slot, as the first query has it; whether they count so, the device finds out."""
+    """Place keys from slot to slot, as the first query has it; the device checks whether they do count that way."""
     b, t = positions.shape
     coding = coded(None, b, t, s, s - t, positions.device) if mask is None else mask
     row = _facts(coding, positions)
@@ -222,24 +223,24 @@ def _in_a_graph(s: int, mask: Tensor | None, positions: Tensor) -> Layout:
 
 
 class Facts(NamedTuple):
-    """What there is to know of rows, as columns [b, 1]. Slots count from the cache's first, queries from theirs."""
+    """Facts about rows, as columns [b, 1]. Slots count from the first of the cache, queries from their own first."""
 
     offset: Any
     """Slot of the first query."""
     first_query: Any
     last_query: Any
     queries: Any
-    """That are tokens; with none the other numbers of queries mean nothing."""
+    """Number of queries that are tokens; with none, the other numbers about queries are meaningless."""
     begin: Any
     """Slot of the first token."""
     last: Any
     tokens: Any
     slot_start: Any
-    """Position of slot 0 where positions count from slot to slot."""
+    """Position of slot 0 if positions count from slot to slot."""
     token_start: Any
-    """Position of the first token where they count from token to token."""
+    """Position of the first token if positions count from token to token."""
     by_slot: Any
-    """Whether all queries that are tokens count so."""
+    """Whether all queries that are tokens count from slot to slot."""
     by_token: Any
 
 
@@ -274,17 +275,17 @@ class Row(Facts):
 
     @property
     def gapless(self) -> bool:
-        """Whether no padding lies between tokens, so that both ways of counting agree."""
+        """Whether there is no padding between tokens, so that both ways of counting agree."""
         return bool(self.last - self.begin + 1 == self.tokens)
 
     @property
     def fresh(self) -> bool:
-        """Whether no token is from an earlier forward."""
+        """Whether there is no token from an earlier forward pass."""
         return bool(self.begin == self.offset + self.first_query)
 
     @cached_property
     def closed_up(self) -> bool:
-        """Whether positions skip the padding between tokens; refuse where that cannot be known."""
+        """Whether positions skip the padding between tokens; refuses if that cannot be known."""
         if not self.queries:
             return False
         slots = self.by_slot and self._begun(self.slot_start + self.begin, self.slot_start == 0)
@@ -297,30 +298,30 @@ class Row(Facts):
             return ways[0]
         if ways:
             raise ConfigError(
-                f"the position ids of a row with padding between its {self.tokens} tokens can be read in two ways",
+                f"the position ids of a row with padding between its {self.tokens} tokens are ambiguous",
                 "count its tokens from 0 (attention_mask.cumsum(1) - 1)",
             )
         if self.by_slot or self.by_token:
             raise ConfigError(
-                f"position ids do not count on from the {self.tokens - self.queries} cached tokens of a row",
-                "let them continue those in the cache, which begin at 0 unless a forward has shown otherwise",
+                f"position ids do not continue from the {self.tokens - self.queries} cached tokens of a row",
+                "continue the positions in the cache, which begin at 0 unless a forward pass has shown otherwise",
             )
         raise ConfigError(
-            "position ids start anew or skip within a row",
-            "give one sequence per row, with its padding mask, and positions that count on",
+            "position ids restart or skip within a row",
+            "pass one sequence per row, with its padding mask and consecutive positions",
         )
 
     def _begun(self, position: int, sure: bool) -> bool:
-        """Say whether a first token can stand there: at 0, where a text was seen to begin, or where it begins now."""
+        """Return whether a first token can be there: at 0, where a text was seen to begin, or where it begins now."""
         return position >= 0 and (sure or self.fresh or position in _starts)
 
     @property
     def start(self) -> int:
-        """Position of slot 0, or of the first token where slots are closed up."""
+        """Position of slot 0, or of the first token if padding is skipped."""
         return int(self.token_start if self.closed_up else self.slot_start)
 
     def note(self) -> None:
-        """Remember where a text begins whose slot 0 is not position 0."""
+        """Remember the beginning of a text whose slot 0 is not position 0."""
         if self.queries and self.fresh and self.slot_start:
             begins = self.start + (0 if self.closed_up else self.begin)
             with _lock:
@@ -330,7 +331,7 @@ class Row(Facts):
                     del _starts[next(start for start in _starts if start)]
 
     def query_run(self) -> Run | None:
-        """Return the slots and positions of the queries; None where their slots are not consecutive."""
+        """Return the slots and positions of the queries; None if their slots are not consecutive."""
         if not self.queries:
             return slice(0, 0), range(0)
         first = 0 if self.closed_up else self.first_query
@@ -340,7 +341,7 @@ class Row(Facts):
         return slice(first, first + self.queries), range(position, position + self.queries)
 
     def key_run(self) -> Run | None:
-        """Return the slots and positions of the keys; None where their slots are not consecutive."""
+        """Return the slots and positions of the keys; None if their slots are not consecutive."""
         if not self.queries:
             return slice(0, 0), range(0)
         if self.closed_up:
@@ -354,7 +355,7 @@ class Row(Facts):
 
 
 def _arranged(b: int, mask: Tensor | None, positions: Tensor, rows: list[Row]) -> Layout:
-    """Arrange sequences as runs of tokens: one for all where they have the same, or each its own."""
+    """Arrange sequences as runs of tokens: one run for all if they share it, else one each."""
     t, row, device = positions.shape[1], rows[0], positions.device
     used = row.offset + t
     if all(x == row for x in rows) and row.queries == t and row.tokens == used:

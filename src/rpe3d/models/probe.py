@@ -1,8 +1,8 @@
-"""What a model does with positions, found out by running it, not by its name.
+"""Find out how a model uses positions by running it, not by its name.
 
-With one token attention returns that token's value whatever the position, so the hidden states of two forwards of the
-same token at two positions are the same, and all that differs is how each layer has turned q and k. Watching what
-arrives at the attention registry therefore tells, layer by layer, whether and how the model rotates.
+With one token, attention returns that token's value whatever the position, so the hidden states of two forward passes
+of the same token at two positions are equal, and they differ only in how each layer has rotated q and k. Watching what
+arrives at the attention registry therefore shows, layer by layer, whether and how the model rotates.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from rpe3d.rotation import cos_sin, rotate
 NAME = "rpe3d-probe"
 POSITION = 5
 _LOCAL = torch.empty(0)
-"""The mask of a layer that sees a window or a chunk of the text."""
+"""Mask of a layer that sees a window or a chunk of the text."""
 KNOWN = ("cache_position", "s_aux", "attention_mask", "position_ids", "num_items_in_batch", "shift_labels")
-"""What a layer may be handed without its attention changing; the last two are for the loss."""
+"""Arguments that a layer may pass without changing its attention; the last two are for the loss."""
 UNREACHED = "its attention does not go through transformers' attention registry"
 UNTURNED = "none of its layers with full attention rotates"
 OVERFLOW = "they overflow, although all of its weights are finite"
 MEND = "copy or convert the weights again; float16 overflows where bfloat16 does not"
 _one_at_a_time = threading.RLock()
-"""Threads that look at a model each would hand their layers to the one that registered last."""
+"""Threads that probe models at the same time would send their layers to whichever registered last."""
 CLOSE = 0.05  # relative: half-precision rounding is a tenth of it, a wrong pairing ten times it
 
 
@@ -41,30 +41,30 @@ class Findings:
     """The rotary layout of a model's layers."""
 
     rotaries: tuple[Any, ...]
-    """The modules that make cos and sin for the layers that a law changes."""
+    """Modules that compute cos and sin for the layers that a law changes."""
     head_dim: int
     frequencies: Tensor
-    """θ_l in force, float64."""
+    """Frequencies θ_l in use, float64."""
     table_dtype: torch.dtype
-    """What the model keeps them in."""
+    """dtype in which the model keeps its frequencies."""
     interleaved: bool
     pieces: tuple[tuple[int, int], ...]
-    """Slices of a head in the order in which a law takes them, the rotated pairs first; none where they are so."""
+    """Slices of a head in the order that a law expects, the rotated pairs first; empty if they are already in it."""
     unturned_pairs: int
     """Pairs at the end of the table whose frequency is 0."""
     notes: bool
-    """Whether positions are to be noted where cos and sin are made, since attention is not handed those."""
+    """Whether positions must be noted where cos and sin are computed, since attention does not receive them."""
     layers: int
-    """Layers whose attention a law changes."""
+    """Number of layers whose attention a law changes."""
     windowed: int
-    """Layers that keep a sliding window of their own."""
+    """Number of layers that keep their own sliding window."""
     unrotated: tuple[int, ...]
-    """Indices of layers without rotation, which stay as they are."""
+    """Indices of layers without rotation, which are left unchanged."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What one layer handed to attention."""
+    """What one layer passed to attention."""
 
     layer: int
     q: Tensor
@@ -81,7 +81,7 @@ class Head(NamedTuple):
 
 
 def probe(model: Any, config: Any) -> Findings:
-    """Find out how a model rotates; refuse one that takes no law, with the reason."""
+    """Find out how a model rotates; refuse a model that cannot take a law, with the reason."""
     family = type(model).__name__
     kind = kind_of(config)
     own = getattr(config, "rope_parameters", None) or {}
@@ -107,7 +107,7 @@ def probe(model: Any, config: Any) -> Findings:
     if not first or len(first) != len(second) or not rotaries:
         raise refusal(family, UNREACHED)
     if any(not seen.q.isfinite().all() for seen in first + second):
-        raise ConfigError(f"the queries of {family} are not finite numbers: {not_finite(model) or OVERFLOW}", MEND)
+        raise ConfigError(f"the queries of {family} are not finite: {not_finite(model) or OVERFLOW}", MEND)
     full = [pair for pair in zip(first, second, strict=True) if not pair[0].windowed]
     if not full:
         raise refusal(family, "all of its layers have a sliding window, so none reaches further than it")
@@ -142,19 +142,19 @@ def probe(model: Any, config: Any) -> Findings:
 
 
 def table_of(rotary: Any, kind: str) -> Tensor:
-    """Return the frequencies that a module keeps for the layers with full attention."""
+    """Return the frequencies that a module keeps for the full-attention layers."""
     theta: Tensor = rotary.inv_freq if hasattr(rotary, "inv_freq") else getattr(rotary, f"{kind}_inv_freq")
     return theta
 
 
 def _same_rotation(config: Any, own: Any) -> bool:
-    """Say whether a module was made from a model's own config, or from a copy that rotates in the same way."""
+    """Return whether a module was made from a model's own config, or from a copy that rotates in the same way."""
     same = type(config) is type(own) and getattr(config, "rope_parameters", None) == own.rope_parameters
     return config is own or bool(same)
 
 
 def _drops_keys(config: Any, layer: int) -> bool:
-    """Say whether the cache that transformers makes for a model forgets the first keys of a layer."""
+    """Return whether the cache that transformers makes for a model drops the first keys of a layer."""
     from transformers import DynamicCache
 
     layers = DynamicCache(config=config).layers
@@ -162,13 +162,13 @@ def _drops_keys(config: Any, layer: int) -> bool:
 
 
 def _switch(config: Any) -> int:
-    """Return the position from which a model has other frequencies, those that a law stands on (longrope)."""
+    """Return the position from which a model uses other frequencies, those that a law builds on (longrope)."""
     own = parameters_of(config) or {}
     return int(own["original_max_position_embeddings"]) if own.get("rope_type") == "longrope" else 0
 
 
 def _head(at_zero: Tensor, at_position: Tensor, angles: Tensor) -> Head | None:
-    """Say how a vector was turned by these angles; None if in no way that a law knows."""
+    """Return how a vector was rotated by these angles; None if in no way that a law supports."""
     vector, truth = at_zero.double().cpu(), at_position.double().cpu()
     n, d = angles.numel(), vector.shape[-1]
     if 2 * n > d:
@@ -183,11 +183,11 @@ def _head(at_zero: Tensor, at_position: Tensor, angles: Tensor) -> Head | None:
 
 
 def _heads(n: int, d: int) -> Iterator[tuple[bool, list[tuple[int, int]]]]:
-    """Yield the ways in which `n` pairs of `d` dimensions turn in published models, Llama's first.
+    """Yield the ways in which `n` pairs of `d` dimensions rotate in published models, Llama's first.
 
-    Pairs are halves or neighbours, of the first dimensions or the last ones (DeepSeek's latent attention); halves may
-    turn backwards (nanochat), which is forwards with the halves exchanged; or be the first of two halves of the whole
-    head each (Gemma 4).
+    Pairs are halves or neighbours, of the first dimensions or the last ones (DeepSeek's latent attention). Halves may
+    rotate backwards (nanochat), which is forwards with the halves exchanged; or each may be the first part of one half
+    of the whole head (Gemma 4).
     """
     for start in dict.fromkeys((0, d - 2 * n)):
         middle, end = start + n, start + 2 * n
@@ -199,7 +199,7 @@ def _heads(n: int, d: int) -> Iterator[tuple[bool, list[tuple[int, int]]]]:
 
 
 def _joined(*pieces: tuple[int, int]) -> list[tuple[int, int]]:
-    """Return slices without the empty ones, and neighbours as one."""
+    """Return the non-empty slices, with neighbours joined."""
     kept: list[tuple[int, int]] = []
     for first, end in pieces:
         if kept and kept[-1][1] == first:
@@ -210,7 +210,7 @@ def _joined(*pieces: tuple[int, int]) -> list[tuple[int, int]]:
 
 
 def _watch(model: Any, config: Any, family: str, position: int) -> list[Seen]:
-    """Run one token at a position and note what arrives at attention."""
+    """Run one token at a position and record what arrives at attention."""
     seen: list[Seen] = []
 
     def record(
@@ -224,9 +224,9 @@ def _watch(model: Any, config: Any, family: str, position: int) -> list[Seen]:
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         if query.shape[-1] != key.shape[-1] or query.shape[2] != 1 or query.shape[1] % key.shape[1]:
-            raise ConfigError("its queries and keys do not have the shapes of a plain decoder's", "")
+            raise ConfigError("its queries and keys do not have the shapes of a plain decoder", "")
         if strange := unknown(kwargs):
-            raise ConfigError(f"its attention is also given {strange}, of which a law knows nothing", "")
+            raise ConfigError(f"its attention also takes {strange}, which laws do not support", "")
         layer = int(getattr(module, "layer_idx", len(seen)))
         windowed = sliding_window is not None or attention_mask is _LOCAL
         seen.append(Seen(layer, query.detach().clone(), key.detach().clone(), windowed, position_ids is not None))
@@ -238,14 +238,14 @@ def _watch(model: Any, config: Any, family: str, position: int) -> list[Seen]:
 
 
 def not_finite(model: Any) -> str | None:
-    """Name the first weight that holds NaN or infinity, in words; None where all numbers are finite.
+    """Describe the first weight that holds NaN or infinity; None if all numbers are finite.
 
-    Looks at what this process holds: not at weights that are offloaded, nor at other processes' parts of them.
+    It checks only what this process holds: not offloaded weights, nor the parts of other processes.
     """
     for name, whole in [*model.named_parameters(), *model.named_buffers()]:
         tensor = whole.to_local() if hasattr(whole, "to_local") else whole
         if tensor.is_floating_point() and tensor.device.type != "meta" and not (finite := tensor.isfinite()).all():
-            return f"{name} holds {int((~finite).sum())} that are NaN or infinite"
+            return f"{name} holds NaN or infinity ({int((~finite).sum())} of its numbers)"
     return None
 
 
@@ -277,7 +277,7 @@ def run_one_token(
 
 
 def _input_device(model: Any) -> torch.device:
-    """Return where token ids go: to the embeddings, or where accelerate brings offloaded ones for a forward."""
+    """Return the device for token ids: that of the embeddings, or the one accelerate brings offloaded ones to."""
     embeddings = model.get_input_embeddings()
     device: torch.device = embeddings.weight.device
     if device.type != "meta":
@@ -288,7 +288,7 @@ def _input_device(model: Any) -> torch.device:
 
 
 def unknown(kwargs: dict[str, Any]) -> str | None:
-    """Name a tensor that a family passes to its attention and no law handles: ignoring it would be silently wrong."""
+    """Name a tensor that a family passes to its attention but no law handles: ignoring it would be silently wrong."""
     for name, value in kwargs.items():  # every layer asks in every step
         if isinstance(value, Tensor) and name not in KNOWN:
             return name
@@ -297,7 +297,7 @@ def unknown(kwargs: dict[str, Any]) -> str | None:
 
 @contextmanager
 def _called(modules: list[nn.Module]) -> Iterator[dict[nn.Module, Tensor | None]]:
-    """Yield those of some modules that run during a `with`, and the position ids that each was handed last."""
+    """Yield those of the modules that run during a `with` block, and the position ids that each received last."""
     used: dict[nn.Module, Tensor | None] = {}
 
     def note(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -313,7 +313,7 @@ def _called(modules: list[nn.Module]) -> Iterator[dict[nn.Module, Tensor | None]
 
 @contextmanager
 def _attention(config: Any, function: Any) -> Iterator[None]:
-    """Give the layers of a config another attention function, and no mask, for the time of a `with`."""
+    """Give the layers of a config another attention function, and no mask, inside a `with` block."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     with _one_at_a_time:

@@ -1,4 +1,4 @@
-"""The processes that `accelerate launch` or torchrun started, and how they end."""
+"""The processes started by `accelerate launch` or torchrun, and their clean exit."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 import torch.distributed as dist
 
 PATIENCE = timedelta(hours=2)
-"""How long processes wait for each other, as all do while one saves a large model: NCCL's own limit is ten minutes."""
+"""How long processes wait for each other, as all do while one saves a large model; NCCL's own limit is ten minutes."""
 
 
 def processes(*, cpu: bool) -> Any:
-    """Return accelerate's state of this process among those that were launched; None for one alone."""
+    """Return accelerate's state for this process among those launched; None for a single process."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return None
     from accelerate import PartialState

@@ -1,4 +1,4 @@
-"""What transformers calls: the rope type that carries a law, the mask it needs, and the attention that keeps it.
+"""The parts that transformers calls: the rope type that carries a law, its mask, and the attention that applies it.
 
 `register` is called whenever a model under a law is made, any number of times, and changes nothing for models whose
 config does not name us.
@@ -18,24 +18,24 @@ from rpe3d.attention import Memory, attention
 from rpe3d.config import ConfigError
 from rpe3d.geometry import Law
 from rpe3d.models import noted
-from rpe3d.models.carried import carried, law_in, module_carried, parameters_of
+from rpe3d.models.carried import carried, law_in, module_carried, parameters_of, stock_of
 from rpe3d.models.guard import tell_of_length, watch
 from rpe3d.models.positions import Layout, capturing, layer_mask, layout
 from rpe3d.models.probe import unknown
 
 NAME = "rpe3d"  # transformers parses names: none of "flash", "sdpa", "flex", "/" may be in it
 memories: WeakKeyDictionary[torch.nn.Module, Memory] = WeakKeyDictionary()
-"""By layer: what it knows of the cache it last read. A cache is not told apart by its address: what is known is checked
-against its keys before it is used, so nothing goes stale, whatever happens to a cache."""
+"""Per layer, what is known of the cache it last read. Caches are not identified by address: this knowledge is checked
+against the cache's keys before it is used, so it never goes stale, whatever happens to a cache."""
 DYNAMIC = "rpe3d-dynamic"  # transformers looks for "dynamic" in a rope type to know that it grows
 
 
 _looking_out: list[Any] = []
-"""The one hook that sees modules being made, once a model under a law is."""
+"""The one hook that sees modules being created, installed once there is a model under a law."""
 
 
 def register() -> None:
-    """Register our attention and mask with transformers, and look out for modules that are made under a law."""
+    """Register our attention and mask with transformers, and watch for modules that are created under a law."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     if not _looking_out:
@@ -63,9 +63,9 @@ def rope_init(
 
 
 def _made(module: Any, name: str, _: Any) -> None:
-    """Prepare a module that is given the frequencies of a law: it may note positions, or be made from another config.
+    """Prepare a module that gets the frequencies of a law: it may note positions, or be made from another config.
 
-    A saved model is built by transformers, which calls nothing of ours but `rope_init`, and that knows of no module.
+    A saved model is built by transformers, which calls nothing of ours but `rope_init`, and that receives no module.
     """
     if not name.endswith("inv_freq"):
         return
@@ -77,13 +77,13 @@ def _made(module: Any, name: str, _: Any) -> None:
 
 
 def _stock_table(config: Any, law: Law, device: Any, layer_type: str | None) -> Tensor:
-    """Return the model's frequencies, rounded as by transformers: short prompts are then the same bit for bit."""
+    """Return the model's frequencies, rounded as by transformers, so that short prompts stay bit-identical."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     parameters = parameters_of(config, layer_type)
     assert parameters is not None
     stock = copy.copy(config)
-    stock.rope_parameters = copy.deepcopy(parameters["stock"])
+    stock.rope_parameters = stock_of(parameters)
     own = parameters_of(stock, layer_type) or {}
     if (rope_type := own.get("rope_type", "default")) != "default":
         long = {"seq_len": own["original_max_position_embeddings"] + 1} if rope_type == "longrope" else {}
@@ -104,7 +104,7 @@ def make_mask(
     local_size: int | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """Return `layer_mask`, None where every slot holds a token, or the window's mask of a sliding layer."""
+    """Return `layer_mask`, None if every slot holds a token, or the window's mask of a sliding layer."""
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     if local_size is not None:
@@ -122,10 +122,10 @@ def make_mask(
         return window
     if mask_function is not causal_mask_function:
         raise ConfigError(
-            "this batch is packed, or has a mask of its own", "give one sequence per row: a law is causal from 0 on"
+            "this batch is packed, or has a custom mask", "pass one sequence per row: a law is causal from 0 on"
         )
     if kv_offset:
-        raise ConfigError("this cache has dropped its first keys", "a law needs all of them: use a DynamicCache")
+        raise ConfigError("this cache has dropped its first keys", "use a DynamicCache: a law needs all keys")
     if isinstance(q_offset, int) and q_offset + q_length == kv_length and _all_tokens(attention_mask, kv_length):
         return None
     device = kwargs.get("device") if attention_mask is None else attention_mask.device
@@ -133,9 +133,9 @@ def make_mask(
 
 
 def _all_tokens(mask: Tensor | None, slots: int) -> bool:
-    """Say whether a padding mask leaves nothing out, as that of `generate`; False in a graph, which cannot ask.
+    """Return whether a padding mask leaves nothing out, as in `generate`; False in a graph, where it cannot be read.
 
-    The device is asked for one number, as by transformers' own mask; the positions then tell all there is to know.
+    One number is read from the device, as in transformers' own mask; the positions then tell the rest.
     """
     if mask is None:
         return True
@@ -158,11 +158,11 @@ def attend(
     position_ids: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend under the module's law, as an attention function of transformers. q, k and the cache hold stock RoPE."""
+    """Compute attention under the module's law, as transformers calls it; q, k and the cache hold stock RoPE."""
     if sliding_window is not None:
         return _stock(module, query, key, value, attention_mask, scaling, dropout, softcap, s_aux, **kwargs)
     if strange := unknown(kwargs):
-        raise ConfigError(f"this attention is also given {strange}", "rpe3d cannot extend this model")
+        raise ConfigError(f"this attention also takes {strange}", "rpe3d cannot extend this model")
     if dropout:
         raise ConfigError(f"attention dropout is {dropout}", "set config.attention_dropout = 0")
     if torch.is_autocast_enabled(
@@ -204,7 +204,7 @@ def _stock(
     s_aux: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Run a layer with a window of its own, as the model has it."""
+    """Run a layer that keeps its own sliding window, with the model's own attention."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if softcap is None and s_aux is None:

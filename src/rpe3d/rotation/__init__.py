@@ -1,4 +1,4 @@
-"""Angle x vector -> vector: the rotation of queries and keys, its specification and its fused kernel.
+"""The rotation of queries and keys by angles: its specification and its fused kernel.
 
     cos, sin = cos_sin(angles)              # float64 angles [t, l] or [b, t, l], one per token and pair
     q, k = rotate(q, k, cos, sin)           # q [b, hq, t, d], k [b, hk, t, d]
@@ -27,12 +27,12 @@ _HAS_TRITON = find_spec("triton") is not None
 def rotate(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *, interleaved: bool = False, impl: str = "auto"
 ) -> tuple[Tensor, Tensor | None]:
-    """Turn pair l of every head by the angle of its token: (x₁ cos - x₂ sin, x₂ cos + x₁ sin).
+    """Rotate pair l of every head by the angle of its token: (x₁ cos - x₂ sin, x₂ cos + x₁ sin).
 
     q is [b, hq, t, d]; k is [b, hk, t, d] or None; cos and sin are [t, l], or [b, t, l] (b may be 1). The first 2l
-    dimensions turn, in pairs (i, i + l), or (2i, 2i + 1) where `interleaved`; the others pass through. Gradients
-    flow to q and k, not to the angles. impl: "reference" is the specification in plain PyTorch, "triton" the fused
-    kernel, "auto" what `available` names.
+    dimensions are rotated, in pairs (i, i + l), or (2i, 2i + 1) if `interleaved`; the others pass through. Gradients
+    flow to q and k, not to the angles. `impl` is "reference" (the specification in plain PyTorch), "triton" (the fused
+    kernel) or "auto" (whichever `available` names).
     """
     choice("impl", impl, IMPLS)
     interleaved = flag("interleaved", interleaved)
@@ -48,11 +48,9 @@ def rotate(
 
 
 def cos_sin(angles: Tensor, *, scaling: float = 1.0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """Return the table of `rotate`: computed in float64, times `scaling` (YaRN's attention factor), then cast."""
+    """Return the cos and sin tables for `rotate`: float64, times `scaling` (YaRN's attention factor), then cast."""
     if angles.dtype != torch.float64:
-        raise ConfigError(
-            f"angles are {angles.dtype}, and only float64 holds those of long contexts", "compute them in float64"
-        )
+        raise ConfigError(f"angles are {angles.dtype}, but long contexts need float64", "compute the angles in float64")
     if dtype not in _TABLES:
         raise ConfigError(f"dtype of the table is {dtype}, not float32 or float64", "leave dtype out")
     scaling = real("scaling", scaling, above=True)
@@ -60,7 +58,7 @@ def cos_sin(angles: Tensor, *, scaling: float = 1.0, dtype: torch.dtype = torch.
 
 
 def available(device: torch.device | str, dtype: torch.dtype = torch.bfloat16) -> str:
-    """Return what impl="auto" chooses for tensors of this device and type: "triton" or "reference"."""
+    """Return the implementation that impl="auto" picks for this device and dtype: "triton" or "reference"."""
     fused = torch.device(device).type == "cuda" and dtype in _VECTORS and dtype != torch.float64 and _HAS_TRITON
     return "triton" if fused else "reference"
 
@@ -92,7 +90,7 @@ def _check_vectors(name: str, x: Tensor, q: Tensor) -> None:
         if x.shape[dim] != q.shape[dim]:
             raise ConfigError(
                 f"{name} has {what} {x.shape[dim]} but q has {q.shape[dim]}",
-                "q and k may differ in the number of heads only",
+                "q and k may differ only in the number of heads",
             )
     if x.dtype != q.dtype or x.device != q.device:
         raise ConfigError(
@@ -128,8 +126,8 @@ def _check_table(name: str, table: Tensor, q: Tensor) -> None:
         )
     if table.requires_grad:
         raise ConfigError(
-            f"{name} requires a gradient, and none flows to the angles",
-            f"pass {name}.detach(), or turn q and k yourself",
+            f"{name} requires a gradient, but none flows to the angles",
+            f"pass {name}.detach(), or rotate q and k yourself",
         )
 
 

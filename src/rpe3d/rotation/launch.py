@@ -1,4 +1,4 @@
-"""Launching Triton kernels: on the right device, and with little of the host's time."""
+"""Launch Triton kernels on the right device, with little host time."""
 
 from __future__ import annotations
 
@@ -17,11 +17,7 @@ _STAY = nullcontext()
 
 
 class Launcher:
-    """A Triton kernel that remembers what Triton compiled of it.
-
-    Triton examines every argument of every launch, which takes longer than most of our kernels run. Here a launch like
-    an earlier one goes straight to what was compiled for that.
-    """
+    """A Triton kernel that remembers what Triton compiled for it."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
@@ -29,7 +25,7 @@ class Launcher:
         self._compiled: dict[tuple[Any, ...], dict[tuple[Any, ...], Any]] = {}
 
     def __call__(self, *launch: Any) -> None:
-        """Bind, and launch at once."""
+        """Bind and launch at once."""
         self.bind(*launch)()
 
     def bind(
@@ -40,10 +36,7 @@ class Launcher:
         constants: dict[str, Any],
         options: dict[str, Any],
     ) -> Bound:
-        """Return a launch whose first arguments are still to come, and may come many times.
-
-        Arguments come first in the kernel's signature, then its constants, in the order given here.
-        """
+        """Return a launch whose first arguments are supplied later, any number of times."""
         key = (device.index, *constants.values(), *options.values(), *map(_kind, arguments))
         compiled = self._compiled.setdefault(key, {})
         return Bound(self, compiled, device, grid, tuple(arguments), constants, options)
@@ -64,7 +57,7 @@ class Launcher:
 
 
 class Bound:
-    """What `Launcher.bind` returns."""
+    """The result of `Launcher.bind`."""
 
     def __init__(
         self,
@@ -83,7 +76,7 @@ class Bound:
         """What was compiled, on this grid."""
 
     def __call__(self, *first: Any) -> None:
-        """Launch with these in front of the other arguments."""
+        """Launch with these arguments before the bound ones."""
         kinds = tuple(map(_kind, first))
         with on(self.device):
             run = self.ready.get(kinds)
@@ -99,7 +92,7 @@ class Bound:
 
 
 class Series:
-    """What `Launcher.series` returns: its first launch is one of `bind`, and what that compiled serves all others."""
+    """The result of `Launcher.series`: its first launch is one of `bind`, whose compiled kernel serves all others."""
 
     def __init__(
         self,

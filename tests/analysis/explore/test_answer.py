@@ -129,6 +129,6 @@ def test_every_parameter_of_far_keys_can_be_set_and_copied():
 def test_the_sentence_says_what_far_keys_weigh():
     """(log p / log R)^focus and (R / p)^fade at p = 8191, R = 256."""
     said = answer({"law": "3d-rpe", **MODEL, "focus": 1, "fade": 0.5})["sentence"]
-    assert said.endswith("the last query takes far keys 1.62 times sharper, at 18\u00a0% of their weight.")
+    assert said.endswith("the last query sharpens far keys 1.62 times and keeps 18\u00a0% of their weight.")
     chosen = answer({"law": "3d-rpe", **MODEL, "far": 8, "block": 4})["sentence"]
     assert chosen.endswith("a query sees at most 32 far keys.")

@@ -276,3 +276,29 @@ def test_the_first_tokens_stand_where_they_did_and_do_not_fade():
     for wrong in (-1, 513, 1.5):
         with pytest.raises(ConfigError, match="sinks"):
             make_law("3d-rpe", **given, sinks=wrong)
+
+
+@pytest.mark.parametrize("idle", [{"block": 16}, {"first": 0}, {"decay": 0.8}])
+def test_a_parameter_of_the_choice_without_a_choice_is_refused(idle):
+    """It would have no effect. `far=0` turns the choice off on purpose; old files with such a parameter still load."""
+    given = {"pretrained": 8192, "context": 65536, "head_dim": 64}
+    plain = make_law("3d-rpe", **given)
+    (name,) = idle
+    with pytest.raises(ConfigError, match=f"{name} is .*, but far is not given") as refused:
+        make_law("3d-rpe", **given, **idle)
+    assert "give far as well" in refused.value.hint
+    assert make_law("3d-rpe", **given, far=0, **idle) == plain
+    assert saved_law({**plain.to_dict(), **idle}) == plain
+    assert make_law(**plain.to_dict()) == plain
+    assert not {"far", *idle} & plain.to_dict().keys()
+    assert getattr(make_law("3d-rpe", **given, far=64, **idle), name) == idle[name]
+
+
+def test_sinks_beside_a_choice_where_nothing_fades_are_refused():
+    given = {"pretrained": 8192, "context": 65536, "head_dim": 64, "far": 64}
+    with pytest.raises(ConfigError, match="sinks is 4, but with far no key fades") as refused:
+        make_law("3d-rpe", **given, sinks=4)
+    assert "first=4" in refused.value.hint
+    assert make_law("3d-rpe", **given, sinks=4, fade=0.125).sinks == 4
+    chosen = make_law("3d-rpe", **given)
+    assert saved_law({**chosen.to_dict(), "sinks": 4}) == chosen

@@ -63,7 +63,7 @@ def test_dca_s_temperature_multiplies_the_scores_by_its_square():
 
 
 def test_dca_s_temperature_is_a_number_or_what_is_deployed():
-    with pytest.raises(ConfigError, match="attention_factor is 'hot': give a number above 0, or deployed"):
+    with pytest.raises(ConfigError, match="attention_factor is 'hot': pass a number above 0, or deployed"):
         make_law("dca", pretrained=64, context=256, head_dim=16, attention_factor="hot")
 
 

@@ -1,1 +1,1 @@
-"""A page to explore laws: every number on it comes from the library, asked for live or computed beforehand."""
+"""A page to explore laws: every number on it comes from the library, requested live or computed beforehand."""

@@ -23,7 +23,7 @@ from rpe3d.geometry import DEFAULT, LAWS, Law, decay_bound, make_law, resolution
 
 MODEL = ("pretrained", "context", "head_dim", "rope_theta")
 OPTIONS = ("chunk", "window", "reach")
-"""Parameters that have an option of their own on the command line; the others are given by --set."""
+"""Parameters that have their own option on the command line; the others are set with --set."""
 SLIDERS = (*OPTIONS, "focus", "fade", "sinks", "far", "block", "first", "decay")
 BUCKETS, IN_BUCKET, BANDS = 200, 16, 40
 SIDE = 36
@@ -42,7 +42,7 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
         law = make_law(question["law"], **model, **given)
         plane = whole("plane", number(question.get("plane", slow_plane(law))), least=0, most=law.rotary.pairs - 1)
     except KeyError as missing:
-        raise ConfigError(f"a question lacks {missing}", f"give law, {', '.join(MODEL)}") from None
+        raise ConfigError(f"a question lacks {missing}", f"pass law, {', '.join(MODEL)}") from None
     except ConfigError as refusal:
         return {"error": {"problem": refusal.problem, "hint": refusal.hint}}
     last = law.context - 1
@@ -71,7 +71,7 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def number(value: Any) -> Any:
-    """Parse text from an address as a number; anything else is left for the law to refuse in its own words."""
+    """Parse text from an address as a number; anything else is left for the law to refuse."""
     if isinstance(value, str) and re.fullmatch(r"-?[0-9]{1,15}", value):
         return int(value)
     if isinstance(value, str) and re.fullmatch(r"-?[0-9]{1,15}(\.[0-9]{1,15})?(e[+-]?[0-9]{1,3})?", value):
@@ -112,7 +112,7 @@ def _bands(law: Law) -> dict[str, list[float | None]]:
 
 
 def _matrix(law: Law, plane: int) -> dict[str, Any]:
-    """Return the position shown to every pair of `SIDE` tokens spread over the context, a row for each query."""
+    """Return the position shown to every pair of `SIDE` tokens spread over the context, one row per query."""
     position = distances(law, SIDE)
     f = shown(law, position[:, None], position[None, :], plane)
     return {"positions": position.tolist(), "rows": [_rounded(row[: i + 1]) for i, row in enumerate(f.unbind())]}
@@ -148,7 +148,7 @@ def _sphere(law: Law, plane: int) -> dict[str, Any]:
 
 
 def _sentence(law: Law, found: list[Run]) -> str:
-    """Say what it comes to, in words."""
+    """Summarise the result in words."""
     share = dict.fromkeys(KINDS, 0)
     for run in found:
         share[run.kind] += run.last + 1 - run.first
@@ -166,13 +166,13 @@ def _sentence(law: Law, found: list[Run]) -> str:
 
 
 def _weighing(law: Law) -> list[str]:
-    """Say what the last query makes of its far keys."""
+    """Describe how the last query weighs its far keys."""
     said, last = [], torch.tensor([law.context - 1])
     far = law.regions[-1]
     if far.fade is not None and law.context > far.fade.span:
         sharper, share = float(far.fade.sharpness(last)), math.exp(-float(far.fade.loss(last)))
         said.append(
-            f"the last query takes far keys {sharper:.2f} times sharper, at {100 * share:.0f}\u00a0% of their weight"
+            f"the last query sharpens far keys {sharper:.2f} times and keeps {100 * share:.0f}\u00a0% of their weight"
         )
     if far.choice is not None:
         said.append(f"a query sees at most {far.choice.most * far.choice.size:,} far keys")
@@ -190,7 +190,7 @@ def _percent(share: float) -> str:
 
 
 def code(name: str, context: int, given: Mapping[str, Any]) -> str:
-    """Return the call that extends a model so; `model` is the user's."""
+    """Return the Python call that extends a model this way; `model` is the user's."""
     law = "" if name == DEFAULT else f'"{name}", '
     return f"import rpe3d\n\nrpe3d.extend(model, {law}{', '.join(_keywords(context, given))})"
 
@@ -200,7 +200,7 @@ def _keywords(context: int, given: Mapping[str, Any]) -> list[str]:
 
 
 def command(name: str, context: int, given: Mapping[str, Any]) -> str:
-    """Return the same on the command line; MODEL and DIR are the user's."""
+    """Return the same as a command line; MODEL and DIR are the user's."""
     law = "" if name == DEFAULT else f" --law {name}"
     options = "".join(
         f" --{option} {value}" if option in OPTIONS else f" --set {option}={value}" for option, value in given.items()
@@ -220,7 +220,7 @@ def _digits(value: float) -> float:
 
 
 def about_laws() -> dict[str, Any]:
-    """Return what the page has to know of every law beforehand."""
+    """Return what the page needs to know about every law beforehand."""
     return {
         name: {"summary": law.summary, "sliders": {s: law.parameters()[s] for s in SLIDERS if s in law.parameters()}}
         for name, law in LAWS.items()

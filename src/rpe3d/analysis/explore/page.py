@@ -1,4 +1,4 @@
-"""The page as one HTML file that needs no network: asked live by its server, or with a grid of answers inside."""
+"""Build the page as one HTML file that needs no network: live with its server, or with a grid of answers inside."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ FILE: Stops = {
     "first": [],
     "decay": [],
 }
-"""A file has an answer to each combination, so it has no sliders for how far keys weigh."""
+"""Sliders of the file: it holds an answer for each combination, so it has none for the weight of far keys."""
 
 
 SCRIPTS = ("settings.js", "words.js", "spheres.js", "charts.js", "start.js")
-"""One program in the order in which it is read."""
+"""Parts of one program, in the order in which they are read."""
 
 
 def live_page(measured: Mapping[str, Any] | None = None) -> str:
@@ -107,7 +107,7 @@ def _shared(answers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _start(measured: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the model that the page opens with: the one that was measured, or the default one."""
+    """Return the model that the page opens with: the one that was measured, or the default."""
     if measured is None:
         return START
     return {name: measured["model"].get(name, START[name]) for name in MODEL}
@@ -139,5 +139,5 @@ def _page(setup: Mapping[str, Any]) -> str:
 
 
 def _hash(text: str) -> str:
-    """Return the inline text that a browser may run: this one and no other."""
+    """Return the CSP hash of an inline text: a browser may run this one and no other."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

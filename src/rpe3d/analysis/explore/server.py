@@ -26,18 +26,18 @@ LONGEST = 2048  # characters of an address
 
 
 class Server(ThreadingHTTPServer):
-    """A page and its answers at one address."""
+    """A server of the page and its answers at one address."""
 
     daemon_threads = True
 
     def __init__(self, page: str, host: str = "127.0.0.1", port: int = 0) -> None:
-        self.page = page.encode()
+        self.page = page.encode(errors="backslashreplace")
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             super().__init__((host, whole("port", port, least=0, most=65535)), Handler)
         except OSError as error:
             raise ConfigError(
-                f"cannot listen on {host}:{port}: {error.strerror}", "give another --port, or 0 for any that is free"
+                f"cannot listen on {host}:{port}: {error.strerror}", "pass another --port, or 0 for any free one"
             ) from None
 
     @property
@@ -46,7 +46,7 @@ class Server(ThreadingHTTPServer):
         return f"http://{f'[{host}]' if ':' in host else host}:{self.server_address[1]}/"
 
     def known(self, name: str) -> bool:
-        """Say whether a request names this server: a loopback name, or any plain address if it listens to others."""
+        """Return whether a request names this server: a loopback name, or any plain address if it listens to others."""
         if name == "localhost":
             return True
         try:
@@ -56,13 +56,13 @@ class Server(ThreadingHTTPServer):
         return address.is_loopback or not ip_address(str(self.server_address[0])).is_loopback
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore a client that goes away in the middle."""
+        """Ignore a client that disconnects."""
         if not isinstance(sys.exc_info()[1], (ConnectionError, TimeoutError)):
             super().handle_error(request, client_address)
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers GET and HEAD; the base class refuses other methods and requests that are none."""
+    """Handler of GET and HEAD; the base class refuses other methods and invalid requests."""
 
     server: Server
     server_version, sys_version = f"rpe3d/{__version__}", ""
@@ -73,7 +73,7 @@ class Handler(BaseHTTPRequestHandler):
             address = urlsplit(self.path)
             host = urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""
         except ValueError:
-            return self._say(HTTPStatus.BAD_REQUEST, "no address", "open the one that the command printed")
+            return self._say(HTTPStatus.BAD_REQUEST, "no valid host", "open the address that the command printed")
         if not self.server.known(host):
             return self._say(HTTPStatus.FORBIDDEN, f"this is not {host or 'nobody'}", "open http://127.0.0.1 instead")
         if len(self.path) > LONGEST:

@@ -1,9 +1,10 @@
-"""Computes attention from the machine's own attention calls, merged exactly; exact gradients; memory linear in length.
+"""Compute attention from library attention calls, merged exactly, with exact gradients and memory linear in length.
 
-Chosen for prompts and for training. Equals `reference`.
+It is chosen for prompts and for training, and equals `reference`.
 
 `schedule` says which calls execute a law, `backends` has the libraries' calls, `run` makes and merges them, `ragged`
-joins many small ones where positions skip. What no schedule fits is the reference, a tile of queries at a time.
+joins many small ones where positions skip. A problem that no schedule fits runs the reference, a tile of queries at a
+time.
 """
 
 from __future__ import annotations
@@ -26,24 +27,24 @@ from rpe3d.geometry import Region
 from rpe3d.rotation.table import Tables
 
 ROWS_ON_CPU = 4096
-"""Queries in a block."""
+"""Queries per block on a CPU."""
 PART = 2**25
-"""Elements of a part of the result, at most."""
+"""Maximum number of elements in a part of the result."""
 Done = list[tuple[slice, Span, Tensor, Tensor]]
 
 
 def refusal(problem: Problem) -> str | None:
-    """Return None: it runs every problem."""
+    """Return None: every problem can run."""
     return None
 
 
 def prepare(problem: Problem, backend: str | None = None) -> Prepared:
-    """Return the calls for a problem, for the vectors of any layer like it. backend: the library to call."""
+    """Return the calls for a problem, for any layer of the same shape; `backend` is the library to call."""
     return Calls(problem, backend)
 
 
 class Calls:
-    """A problem as library calls: schedules and tables of cos and sin, made once for all layers of a forward."""
+    """A problem as library calls: schedules and cos/sin tables, made once for all layers of a forward pass."""
 
     def __init__(
         self,
@@ -52,9 +53,9 @@ class Calls:
         regions: tuple[Region, ...] | None = None,
         rows: int | None = None,
     ) -> None:
-        """Schedule the calls. regions: those of the law that are attended to; None for all.
+        """Schedule the calls. `regions` are the regions of the law to attend to; None: all.
 
-        rows: queries in a block on a GPU, at most; a block needs twice its output for a moment.
+        `rows` is the maximum number of queries in a block on a GPU; a block briefly needs twice its output.
         """
         self.problem = x.hollow()
         self.rows = rows
@@ -74,12 +75,12 @@ class Calls:
 
     @property
     def name(self) -> str:
-        """Of the library."""
+        """Name of the library."""
         return self.library.name
 
     @property
     def reason(self) -> str:
-        """What runs: the library's calls, or the reference in tiles."""
+        """How the problem runs: library calls, or the reference in tiles."""
         return f"{self.name} attention calls, merged" if self.tasks else "the reference, a tile of queries at a time"
 
     def _task(self, span: Span, tables: Tables) -> Task:
@@ -104,7 +105,7 @@ class Calls:
         )
 
     def batches(self, span: Span, task: Task) -> list[slice]:
-        """Return which sequences go together: where calls repeat over chunks, as many as have room as further heads."""
+        """Return which sequences run together: if calls repeat over chunks, as many as fit, as further heads."""
         b, h, _, d = self.problem.q.shape
         first, stop, _ = span.batch.indices(b)
         if stop - first == 1 or not task.repeats:
@@ -113,7 +114,7 @@ class Calls:
         return [slice(n, min(n + most, stop)) for n in range(first, stop, most)]
 
     def work(self) -> tuple[int, int]:
-        """Return the number of library calls, 0 where none fits, and their floating point operations per dimension."""
+        """Return the number of library calls (0 if none fits), and their floating point operations per dimension."""
         calls = flops = 0
         b = self.problem.q.shape[0]
         for span, task in self.tasks:
@@ -133,7 +134,7 @@ class Calls:
     def gradients(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, do: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of rotated q, k and v where `out` and `lse` are the whole rows', of further keys too."""
+        """Return the gradients of rotated q, k and v; `out` and `lse` are of whole rows, which may see other keys."""
         if not self.tasks or any(span.places is not None for span, _ in self.tasks):
             raise ValueError("there are no calls of consecutive tokens")
         works = [(batch, span, task) for span, task in self.tasks for batch in self.batches(span, task)]
@@ -170,12 +171,12 @@ class Calls:
 
 
 def _in_a_row(x: Float[Tensor, "b h t d"]) -> Float[Tensor, "1 h b*t d"]:
-    """Return all sequences as one: a view where a token's heads lie together."""
+    """Return all sequences as one: a view if the heads of a token are contiguous."""
     return x.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None]
 
 
 def _rows(q: Tensor, keys: int) -> int:
-    """Return the queries in a block: 64 MiB of a part in bf16 on a GPU, 16 where the text is long and memory counts.
+    """Return the queries per block: 64 MiB of a part in bf16 on a GPU, or 16 MiB for a long text, where memory counts.
 
     A small model thus has one block, and the host, which needs 60 µs and more for a call, keeps up with the device.
     """
@@ -200,7 +201,7 @@ def _gathered(q: Tensor, v: Tensor, sinks: Tensor | None, done: Done) -> tuple[T
 
 
 def tiled(x: Problem, rows: int = 256) -> tuple[Tensor, Tensor]:
-    """Return the reference a tile of queries at a time: memory linear in length, gradients recomputed."""
+    """Run the reference a tile of queries at a time: memory linear in length, gradients recomputed."""
     outs, lses = [], []
     queries, keys = x.positions()
     choosers = reference.choosers_of(replace(x, k=x.k.detach()))
@@ -227,7 +228,7 @@ def tiled(x: Problem, rows: int = 256) -> tuple[Tensor, Tensor]:
 
 
 class WithGradient(torch.autograd.Function):
-    """The log-sum-exp as it is, with the gradient that library calls leave out: recomputed, where it is asked for."""
+    """Pass the log-sum-exp through, with the gradient that library calls leave out: recomputed on demand."""
 
     @staticmethod
     def forward(ctx: Any, lse: Tensor, q: Tensor, k: Tensor, sinks: Tensor | None, x: Problem) -> Tensor:

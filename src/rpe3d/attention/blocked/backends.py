@@ -1,8 +1,8 @@
-"""The attention calls that the machine has: plain, full or causal, with log-sum-exp, and their backward.
+"""The machine's library attention calls: plain, full or causal, with log-sum-exp, and their backward.
 
-Each backend's backward takes the output and log-sum-exp as arguments. Given those of the *whole* row instead of
-the block's own, flash attention's backward is exact for a block of keys: p = exp(s - lse) is then the weight in the
-whole softmax, and rowsum(dO · O) the whole row's correction.
+Each backend's backward takes the output and log-sum-exp as arguments. Given those of the *whole* row instead of the
+block's own, flash attention's backward is exact for a block of keys: p = exp(s - lse) is then the weight in the whole
+softmax, and rowsum(dO · O) the whole row's correction.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Forward = tuple[Float[Tensor, "b h t e"], Float[Tensor, "b h t"]]
 Gradients = tuple[Float[Tensor, "b h t d"], Float[Tensor, "b g s d"], Float[Tensor, "b g s e"]]
 aten = torch.ops.aten
 ROUND, MOST_ROUNDED = 512, 4096
-"""Short ends of texts are filled up with rows: cuDNN prepares a plan for every new shape, in a tenth of a second."""
+"""Short ends of texts are padded with rows: cuDNN prepares a plan for every new shape, in a tenth of a second."""
 
 
 class Ends(NamedTuple):
-    """Where each of several sequences in a row begins, and the last one ends: of queries and of keys."""
+    """Boundaries of several sequences in a row, of queries and of keys."""
 
     rows: Int32[Tensor, " ends"]
     columns: Int32[Tensor, " ends"]
@@ -36,9 +36,9 @@ class Ends(NamedTuple):
 
 @dataclass(frozen=True)
 class Backend:
-    """One library's attention. `forward(q, k, v, causal, scale)`; `backward(do, q, k, v, o, lse, causal, scale)`.
+    """One library's attention: `forward(q, k, v, causal, scale)` and `backward(do, q, k, v, o, lse, causal, scale)`.
 
-    The ragged ones have `Ends` as their last argument, of sequences in a row (b = 1).
+    The ragged versions take `Ends` as their last argument, for sequences in a row (b = 1).
     """
 
     name: str
@@ -172,7 +172,7 @@ def _efficient_backward(
 
 
 def _grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Keys and values repeated to the query heads, for libraries without grouped heads."""
+    """Repeat keys and values to the query heads, for libraries without grouped heads."""
     group = q.shape[1] // k.shape[1]
     return (k, v, 1) if group == 1 else (k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), group)
 
@@ -190,7 +190,7 @@ BACKENDS = {
 
 
 def backend_for(q: Tensor, v: Tensor, name: str | None = None) -> Backend:
-    """Return the named backend, or the fastest that takes these tensors (H200: cuDNN has 1.7 times flash's speed)."""
+    """Return the named backend, or the fastest that takes these tensors (H200: cuDNN is 1.7 times as fast as flash)."""
     if name is not None:
         return BACKENDS[choice("backend", name, BACKENDS)]
     if q.device.type != "cuda":
@@ -205,5 +205,5 @@ def backend_for(q: Tensor, v: Tensor, name: str | None = None) -> Backend:
 
 
 def without_plans(name: str) -> str:
-    """Return the backend for calls of ever new shapes: cuDNN would prepare a plan for each."""
+    """Return the backend for calls whose shapes keep changing: cuDNN would prepare a plan for each."""
     return "flash" if name == "cudnn" else name

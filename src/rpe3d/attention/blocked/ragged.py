@@ -1,4 +1,4 @@
-"""Many small attention calls as one: their tokens are gathered, run by one ragged library call, and put back."""
+"""Run many small attention calls as one: gather their tokens, make one ragged library call, and put them back."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from rpe3d.attention.blocked.schedule import Piece
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Pack:
-    """Pieces one after the other. Their tokens are those of one long sequence, in any order, keys also repeatedly."""
+    """Pieces one after the other. Their tokens come from one long sequence, in any order; keys may repeat."""
 
     tokens: int
-    """Of the sequence."""
+    """Number of tokens in the sequence."""
     rows: list[int]
-    """How many each piece has."""
+    """Number of rows of each piece."""
     columns: list[int]
     queries: Int64[Tensor, " r"] | None
-    """Which tokens they are. None: all of them, in order."""
+    """Indices of the query tokens; None: all of them, in order."""
     keys: Int64[Tensor, " c"] | None
     ends: Ends
 
@@ -36,7 +36,7 @@ class Pack:
         return _gathered(x, self.keys)
 
     def forward(self, backend: Backend, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Forward:
-        """Of gathered vectors, for all tokens; those of no piece have a log-sum-exp of -inf."""
+        """Run the forward on gathered vectors, for all tokens; tokens in no piece have a log-sum-exp of -inf."""
         if backend.ragged_forward is not None:
             out, lse = backend.ragged_forward(q, k, v, causal, scale, self.ends)
         else:
@@ -72,14 +72,14 @@ class Pack:
         return self._put_back(dq), self._added(dk), self._added(dv)
 
     def _put_back(self, x: Float[Tensor, "1 h r d"]) -> Float[Tensor, "1 h t d"]:
-        """Return for every token what its row has, or zeros."""
+        """Return the row of every token, or zeros."""
         if self.queries is None:
             return x
         whole = x.new_zeros(1, self.tokens, x.shape[1], x.shape[3])
         return whole.index_copy_(1, self.queries, x.transpose(1, 2)).transpose(1, 2)
 
     def _added(self, x: Float[Tensor, "1 h c d"]) -> Float[Tensor, "1 h t d"]:
-        """Return for every token the sum of what its columns have."""
+        """Return for every token the sum of its columns."""
         if self.keys is None:
             return x
         precise = torch.promote_types(x.dtype, torch.float32)
@@ -110,5 +110,5 @@ def _ends(lengths: Sequence[int], device: torch.device) -> Int32[Tensor, " ends"
 
 
 def _gathered(x: Float[Tensor, "1 h t d"], index: Int64[Tensor, " r"] | None) -> Float[Tensor, "1 h r d"]:
-    """Return a token's heads lie together."""
+    """Gather tokens by index (None: all of them); in the result, the heads of a token lie together."""
     return x if index is None else x.transpose(1, 2).index_select(1, index).transpose(1, 2)

@@ -1,7 +1,7 @@
-"""Attention under a law from the library's own attention calls, merged exactly; exact gradients; linear memory.
+"""Run attention under a law with library attention calls, merged exactly, with exact gradients and linear memory.
 
-The vectors come turned by stock RoPE, so a near region needs nothing and a far one a turn by the difference. Each
-block of the schedule turns its own queries; far keys are turned a slab at a time, which bounds the extra memory.
+The vectors come rotated by stock RoPE, so a near region needs nothing and a far one a rotation by the difference. Each
+block of the schedule rotates its own queries; far keys are rotated a slab at a time, which bounds the extra memory.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from rpe3d.attention.merge import MOST, Part, add_up, fuses, merge, merge_checke
 from rpe3d.attention.problem import refuse_second_derivative
 
 WAITING = 2**29
-"""Bytes of gradients that may wait to be added up: of keys, of far keys, and of values as many each."""
+"""Bytes of gradients that may wait to be added up: those of keys, of far keys and of values, each."""
 
 
 class Blocked(torch.autograd.Function):
-    """softmax(scale · q k*) v for one `Task`; q and k turned by stock RoPE. Gradients run block by block."""
+    """softmax(scale · q k*) v for one `Task`, with q and k rotated by stock RoPE. Gradients run block by block."""
 
     @staticmethod
     def forward(
@@ -54,25 +54,25 @@ class Blocked(torch.autograd.Function):
 
 
 def as_heads(x: Tensor, task: Task) -> Tensor:
-    """Return sequences as further heads of one, where calls repeat over chunks, which takes the place of a batch."""
+    """Return sequences as further heads of one, if calls repeat over chunks, which takes the batch dimension."""
     if len(x) == 1 or not task.repeats:
         return x
     return x.reshape(1, -1, x.shape[2]) if x.ndim == 3 else x.permute(2, 0, 1, 3).flatten(1, 2).transpose(0, 1)[None]
 
 
 def _apart(x: Tensor, like: Tensor) -> Tensor:
-    """Return what belongs to each of the sequences that `as_heads` has put together."""
+    """Split what `as_heads` has joined, one part per sequence."""
     return x if len(x) == len(like) else x[0].unflatten(0, (len(like), -1))
 
 
 def _empty(q: Tensor) -> Part:
-    """Room for a result, in the layout of q: an output projection then finds a token's heads together."""
+    """Return an empty result in the layout of q, so that an output projection finds a token's heads together."""
     out = torch.empty_like(q)
     return Part(out, torch.empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device))
 
 
 def _forward(task: Task, q: Tensor, k: Tensor, v: Tensor, far: Part | None) -> tuple[Tensor, Tensor]:
-    """Run every block of every pass and merge its parts into the result; those that fade alone into `far`, too."""
+    """Run every block of every pass and merge its parts into the result; faded parts are also merged into `far`."""
     if len(task.blocks) == 1 and len(task.blocks[0].calls) == 1:  # a prompt on which nothing is far
         (call,) = task.blocks[0].calls
         region = task.regions[call.region]
@@ -117,7 +117,7 @@ def _merged(parts: list[Part], total: Part, shift: Tensor | None, fused: bool) -
 def _forward_block(
     task: Task, q: Tensor, k: Tensor, v: Tensor, block: Block, calls: list[Call], slab: range, far: dict[Kind, Tensor]
 ) -> list[Part]:
-    """Run the calls of a block. Regions come one after the other, so one turned copy of the queries lives at a time."""
+    """Run the calls of a block, region by region, so that one rotated copy of the queries lives at a time."""
     stock = q[:, :, _rows(block.rows, task.queries)]
     of, turned = PLAIN, stock
     parts = []
@@ -141,7 +141,7 @@ def _forward_block(
 
 
 def _keys(task: Task, k: Tensor, kind: Kind, call: Call, slab: range, far: dict[Kind, Tensor]) -> tuple[Tensor, int]:
-    """Return turned keys that hold those of the call, and the position of their first."""
+    """Return rotated keys that include those of the call, and the position of the first."""
     if kind == PLAIN:
         return k, 0
     span = range(call.key, call.key + (call.times - 1) * call.step + call.columns)
@@ -153,7 +153,7 @@ def _keys(task: Task, k: Tensor, kind: Kind, call: Call, slab: range, far: dict[
 
 
 def _run(task: Task, call: Call, start: int, q: Tensor, k: Tensor, v: Tensor) -> Part:
-    """Return one library call; its rows begin at `start` in the block. Those of an upper triangle stand backwards."""
+    """Return one library call; its rows begin at `start` in the block. Rows of an upper triangle are reversed."""
     if call.pieces:
         out, lse = task.pack(call).forward(task.backend, q, k, v, call.shape == "causal", task.scale)
     elif call.shape == "upper":
@@ -167,11 +167,11 @@ def _run(task: Task, call: Call, start: int, q: Tensor, k: Tensor, v: Tensor) ->
 def backward(
     task: Task, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, do: Tensor, *, far: Part | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return every block's backward with the whole row's output and log-sum-exp; sums in at least float32.
+    """Run every block's backward with the whole row's output and log-sum-exp; sums are in at least float32.
 
-    A call computes P = exp(s - lse) and P (dP - rowsum(do · out)). Where parts fade, with e = 1 - 1/τ and ℓ, o their
-    own log-sum-exp and output, their weights are exp(τ s - e ℓ - loss - lse), and since ℓ depends on the scores, too,
-    (1 - e) out + e o stands in the place of out.
+    A call computes P = exp(s - lse) and P (dP - rowsum(do · out)). If parts fade, with e = 1 - 1/τ and ℓ, o their own
+    log-sum-exp and output, their weights are exp(τ s - e ℓ - loss - lse), and since ℓ also depends on the scores, (1 -
+    e) out + e o replaces out.
     """
     alone = q, k, v
     q, k, v, out, lse, do = (as_heads(x, task) for x in (q, k, v, out, lse, do))
@@ -220,7 +220,7 @@ def backward(
 
 
 def _add_up(task: Task, parts: dict[Kind, list[Part]], tokens: range, out: Tensor) -> None:
-    """Write the sum of gradients of vectors of these tokens, turned back to where stock RoPE put them."""
+    """Write the sum of the gradients of these tokens' vectors, rotated back to where stock RoPE put them."""
     plain = list(parts[PLAIN])
     whole = fuses(out) and 2 * len(task.frequencies) == out.shape[3]  # no dimensions beside those that turn
     for n, (kind, turned) in enumerate(parts.items()):
@@ -253,7 +253,7 @@ def _seen_by_faded(
 def _gradients(
     task: Task, call: Call, do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the backward of one library call; of an upper triangle, with its rows and columns backwards."""
+    """Return the backward of one library call; for an upper triangle, with its rows and columns reversed."""
     if call.pieces:
         return task.pack(call).backward(task.backend, do, q, k, v, out, lse, call.shape == "causal", task.scale)
     if call.shape != "upper":
@@ -286,7 +286,7 @@ def _window(x: Tensor, start: int, length: int, call: Call) -> Tensor:
 
 
 class _Sum:
-    """The gradient of all keys or values, to which calls add theirs.
+    """Accumulates the gradient of all keys or values from calls.
 
     Parts wait until there are as many as one pass over memory takes, or WAITING bytes of them: a pass for each would
     keep the host busier than the GPU.
@@ -299,7 +299,7 @@ class _Sum:
         self.bytes = 0
 
     def add(self, part: Part) -> None:
-        """Take what `_window` showed. Repetitions overlap, so each goes in slices of a step, which do not."""
+        """Add a part that `_window` showed. Repetitions overlap, so each is added in slices of a step, which do not."""
         pieces = part.out.split(part.step, dim=2) if part.step else [part.out]
         assert len(pieces) == 1 or not part.flipped, "the steps of upper triangles do not overlap"
         if self.parts and (len(self.parts) + len(pieces) >= MOST or self.bytes + part.out.nbytes > WAITING):
@@ -312,7 +312,7 @@ class _Sum:
         return self.parts if self.sum is None else [Part(self.sum, self.sum), *self.parts]
 
     def _settle(self) -> None:
-        """Add up what waits, in at least float32."""
+        """Add up the waiting parts, in at least float32."""
         if self.sum is None:
             precise = torch.promote_types(self.like.dtype, torch.float32)
             self.sum = torch.empty(self.like.shape, dtype=precise, device=self.like.device)

@@ -27,7 +27,7 @@ from rpe3d.rotation.table import Places
 
 Shape = Literal["full", "causal", "upper"]
 MOST_STAIRS = 5
-"""Squares of a staircase; beyond it two triangles, of which the upper ones are copied to be read backwards."""
+"""Maximum squares of a staircase; beyond that there are two triangles, of which the upper ones are copied reversed."""
 
 
 class Piece(NamedTuple):
@@ -84,11 +84,11 @@ def schedule(regions: tuple[Region, ...], queries: range, keys: range, rows: int
 
 
 def skipping(regions: tuple[Region, ...], sequences: tuple[Places, ...]) -> tuple[Block, ...]:
-    """Return one block for tokens at positions that rise and skip, sequence after sequence; its calls count tokens.
+    """Return one block for tokens at increasing positions with gaps, sequence after sequence; its calls count tokens.
 
-    The tokens of a chunk have the same keys in every region but their own, and so do often those of many chunks. What
-    one region has of one shape is one call, of many pieces. None for bands of distances, where every token has keys of
-    its own.
+    The tokens of a chunk have the same keys in every region but their own, and so, often, do those of many chunks. What
+    one region has of one shape is one call, of many pieces. Returns None for bands of distances, where every token has
+    its own keys.
     """
     banded = any(region.first is not None or region.last is not None for region in regions)
     units = {region.unit for region in regions}
@@ -120,7 +120,7 @@ def _skips(regions: tuple[Region, ...], chunk: int, places: Places) -> Iterator[
         return sum(min(max(position - run.start, 0), len(run)) for run in places)
 
     def keys(region: Region, here: int) -> tuple[int, int | None]:
-        """Return those that queries of a chunk have in a region; without an end: up to themselves."""
+        """Return the keys that queries of a chunk have in a region; without an end: up to themselves."""
         first = before(max(region.start, 0 if region.last is None else (here - region.last) * chunk))
         if region.first is None:
             return first, None
@@ -144,7 +144,7 @@ def _skips(regions: tuple[Region, ...], chunk: int, places: Places) -> Iterator[
 
 
 def _has_calls(region: Region, near: int | None) -> bool:
-    """Say whether calls can bound a region's keys: if it is all that lies beyond; in chunks, by keys of the first."""
+    """Return whether calls can bound a region's keys: if it is all that is beyond; in chunks, by keys of the first."""
     if region.keys is None and not region.start:
         return True
     if region.first is None or region.last is not None:

@@ -1,4 +1,4 @@
-"""One attention problem as the library calls see it: which tokens, at which positions, in which blocks, turned how."""
+"""One attention problem as library calls see it: which tokens, at which positions, in which blocks, rotated how."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from rpe3d.rotation import rotate
 from rpe3d.rotation.table import Places, Table, Tables, positions_of
 
 LEAST_BACKWARD = 32768
-"""Queries in a block of the backward, where the forward has fewer in its own."""
+"""Minimum queries in a block of the backward, if the forward has fewer in its own."""
 
 
 Kind = tuple[Turn, Fade | None]
-"""What is done to vectors that stock RoPE has turned: a turn to where it puts them, and the sharpness of a focus."""
+"""What is done to vectors that stock RoPE has rotated: a turn to where it puts them, and the sharpness of a focus."""
 PLAIN: Kind = (STOCK, None)
 
 
@@ -39,26 +39,26 @@ class Task:
 
     law: Law
     regions: tuple[Region, ...]
-    """Those of the law's that the task attends to."""
+    """Regions of the law that the task attends to."""
     queries: range
     keys: range
     frequencies: Float64[Tensor, " l"]
     scale: float
     backend: Backend
     precision: torch.dtype
-    """Of the log-sum-exp."""
+    """dtype of the log-sum-exp."""
     rows: int
     """Queries in a block of the forward."""
     backward_rows: int = LEAST_BACKWARD
-    """In one of the backward: every block adds to the gradients of all keys before it, so few and large ones."""
+    """Queries in a block of the backward: each block adds to the gradients of all keys before it, so few and large."""
     slab: int = 65536
-    """Far keys that are turned at a time."""
+    """Far keys that are rotated at a time."""
     places: tuple[Places, ...] | None = None
     tables: Tables = field(default_factory=Tables, compare=False)
-    """cos and sin, which all layers that run the task share."""
+    """Tables of cos and sin, shared by all layers that run the task."""
     packs: dict[tuple[Piece, ...], Pack] = field(default_factory=dict, init=False, compare=False)
     blocks: tuple[Block, ...] = field(init=False)
-    """Empty where no schedule fits."""
+    """Schedule of the forward; empty if no schedule fits."""
 
     def __post_init__(self) -> None:
         freeze(self, blocks=self.schedule(self.rows))
@@ -73,7 +73,7 @@ class Task:
 
     @cached_property
     def backward_blocks(self) -> tuple[Block, ...]:
-        """The schedule of the backward."""
+        """Schedule of the backward."""
         return self.schedule(self.backward_rows)
 
     def pack(self, call: Call) -> Pack:
@@ -89,7 +89,7 @@ class Task:
         return schedule(self.regions, self.queries, self.keys, rows)
 
     def at(self, tokens: range) -> Places:
-        """Return their positions."""
+        """Return the positions of these tokens."""
         if self.places is None:
             return (tokens,)
         found, first = [], 0
@@ -100,7 +100,7 @@ class Task:
         return tuple(found)
 
     def slabs(self) -> list[range]:
-        """Return all at once where positions skip: such sequences are short, and each has its first keys elsewhere."""
+        """Return all far keys as one slab if positions skip: such sequences are short, and their first keys differ."""
         if self.places is not None:
             return [self.keys]
         return [range(a, min(a + self.slab, self.keys.stop)) for a in range(0, self.keys.stop, self.slab)]
@@ -124,7 +124,7 @@ class Task:
 
     @property
     def fade(self) -> Fade | None:
-        """Of the one region that fades, if there is one."""
+        """The fade of the one region that fades, if there is one."""
         fades = [region.fade for region in self.regions if region.fade is not None]
         assert len(fades) <= 1, "merging knows of one group of faded parts"
         return fades[0] if fades else None
@@ -145,7 +145,7 @@ class Task:
         return x.to(self.frequencies.device, self.precision, non_blocking=True)
 
     def turned(self, x: Tensor, kind: Kind, tokens: range, *, back: bool = False) -> Tensor:
-        """Turn vectors of these tokens from where stock RoPE put them to where a region has them, or gradients back."""
+        """Rotate vectors of these tokens from stock RoPE to where a region has them, or gradients back."""
         if kind == PLAIN:
             return x
         cos, sin = self.table(kind, tokens, x.dtype)
@@ -156,7 +156,7 @@ class Task:
         return made
 
     def table(self, kind: Kind, tokens: range, dtype: torch.dtype) -> Table:
-        """Return cos and sin for vectors of these tokens, sharpened where they are."""
+        """Return cos and sin for vectors of these tokens, sharpened if the kind says so."""
         return self.tables(*kind, self.at(tokens), self.frequencies, torch.promote_types(dtype, torch.float32))
 
 

@@ -51,7 +51,7 @@ _HAS_TRITON = find_spec("triton") is not None
 
 
 def refusal(problem: Problem) -> str | None:
-    """Say why it cannot run a problem; None if it can."""
+    """Return why a problem cannot run here; None if it can."""
     if not problem.law.chooses:
         return "no query has a choice of keys"
     if problem.needs_gradient and (reason := _gradient_refusal(problem)):
@@ -65,9 +65,9 @@ def refusal(problem: Problem) -> str | None:
 
 
 def _gradient_refusal(problem: Problem) -> str | None:
-    """Say why a problem that has spans has no gradient; None if it has one. Tiles in plain PyTorch have none.
+    """Return why a problem that has spans has no gradient; None if it has one. Tiles in plain PyTorch have none.
 
-    In float32 some gradients on an H200 failed the tests that they pass in Triton's interpreter (docs/log.md).
+    In float32 some gradients on an H200 failed tests that they pass in Triton's interpreter (docs/log.md).
     """
     if not problem.q.is_cuda:
         return f"its kernels run on a GPU, not on {problem.q.device}"
@@ -77,7 +77,7 @@ def _gradient_refusal(problem: Problem) -> str | None:
 
 
 def kernels_refusal(problem: Problem) -> str | None:
-    """Say why the kernels do not run a problem that has spans; None if they do."""
+    """Return why the kernels do not run a problem that has spans; None if they do."""
     if reason := vectors_refusal(problem):
         return reason
     if any(span is not None and span.keys.start for span in spans(problem)):
@@ -86,7 +86,7 @@ def kernels_refusal(problem: Problem) -> str | None:
 
 
 def vectors_refusal(problem: Problem) -> str | None:
-    """Say why no kernel of a choice runs a problem here, wherever its tokens stand; None if they do."""
+    """Return why no kernel of a choice runs a problem here, whatever its positions; None if they do."""
     if not _HAS_TRITON:
         return "Triton is not installed"
     d, e = problem.q.shape[3], problem.v.shape[3]
@@ -95,7 +95,7 @@ def vectors_refusal(problem: Problem) -> str | None:
     if d > WIDEST or e != d:
         return f"head dimensions are {d} and {e}, not one of up to {WIDEST}"
     if problem.softcap is not None:
-        return "scores are bent by a softcap"
+        return "scores have a softcap"
     if not problem.scale > 0:
         return f"scores are multiplied by {problem.scale:g}, which is not positive"
     if reason := law_refusal(problem.law):
@@ -109,7 +109,7 @@ def vectors_refusal(problem: Problem) -> str | None:
 
 
 def law_refusal(law: Law) -> str | None:
-    """Say why the kernels do not run a law with a choice; None if they do."""
+    """Return why the kernels do not run a law with a choice; None if they do."""
     near, *others = law.regions
     if len(others) != 1 or others[0].fade is not None or near != Region(unit=near.unit, last=near.last):
         return "its far keys fade"
@@ -121,12 +121,12 @@ def law_refusal(law: Law) -> str | None:
     if chunk % 32:
         return f"chunks of {chunk} tokens are not a multiple of 32"
     if not (whole_chunks(region.query) and whole_chunks(region.key)):
-        return "its far keys turn token by token"
+        return "its far keys rotate token by token"
     return None
 
 
 def prepare(problem: Problem, **options: Any) -> Prepared:
-    """Return a problem that nothing refuses as kernels or as tiles, for the vectors of any layer like it."""
+    """Return the kernels or tiles for a problem that is not refused, for the vectors of any layer of the same shape."""
     if problem.q.is_cuda and kernels_refusal(problem) is None:
         return Kernels(problem, **options)
     return Tiles(problem)

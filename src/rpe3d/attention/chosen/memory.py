@@ -1,9 +1,10 @@
-"""Summaries of a cache's blocks, kept from one decoding step to the next.
+"""Keep the summaries of a cache's blocks from one decoding step to the next.
 
 A block's summary never changes, so a step need not read the keys of every block again. But a cache can be cropped,
-reordered, filled again or belong to another text, and nobody tells. So each summary is kept with a print of the keys it
-was made from: sums of the bits of PRINTED numbers of each, and of the first keys, from whose mean all summaries differ.
-A step takes the prints anew and makes again the summaries that no longer fit. Nothing has to be invalidated.
+reordered, refilled or belong to another text, without notice. So each summary is kept with a fingerprint of the keys it
+was made from: sums of the bits of PRINTED numbers of each, and of the first keys, whose mean is subtracted in all
+summaries. A step takes the fingerprints again and remakes the summaries that no longer fit. Nothing has to be
+invalidated.
 """
 
 from __future__ import annotations
@@ -56,12 +57,12 @@ class Memory:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes that it takes."""
+        """Return the number of bytes of this memory."""
         return sum(x.nbytes for x in self._tensors) if self.kind else 0
 
 
 def capturing(x: Tensor) -> bool:
-    """Say whether what is launched for a tensor goes into a CUDA graph."""
+    """Return whether launches for a tensor go into a CUDA graph."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
@@ -74,5 +75,8 @@ class Remembers(Protocol):
 
 
 def remembers(prepared: object) -> TypeGuard[Remembers]:
-    """Say whether a prepared problem does. To ask a protocol takes the host as long as a launch, in every layer."""
+    """Return whether a prepared problem takes a memory.
+
+    To check a protocol would take as much host time as a launch, in every layer.
+    """
     return getattr(prepared, "remembers", False)

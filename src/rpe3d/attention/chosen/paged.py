@@ -278,7 +278,7 @@ class Steps:
         dim = law.rotary.head_dim
         if reason := refusal(law, page, dim):
             raise ConfigError(
-                f"the paged kernels cannot run {law.name}: {reason}", "gather the keys, and use attention"
+                f"the paged kernels cannot run {law.name}: {reason}", "gather the keys and call `attention`"
             )
         device = torch.empty(0, device=device).device  # with its number, as tables are kept by it
         self.law, self.device, self.longest, self.splits, self.waves = law, device, longest, splits, waves
@@ -365,8 +365,8 @@ class _Step:
         g, page = k.shape[2], k.shape[1]
         if t != 1 or page != steps.layout.page or any(x.stride(-1) != 1 for x in (q, k, v, out)):
             raise ConfigError(
-                "the paged kernels take one query of every sequence, and vectors whose numbers lie side by side",
-                f"give steps over pages of {steps.layout.page} tokens",
+                "the paged kernels take one query per sequence, and vectors that are contiguous",
+                f"pass steps over pages of {steps.layout.page} tokens",
             )
         layout = steps.layout
         paged = {
@@ -380,7 +380,7 @@ class _Step:
         )  # fmt: skip
         self.arrivals = steps.arrivals[: b * g]
         if _nbytes(made, b, h, g, d) > steps.room.numel() or b * g > steps.arrivals.numel():
-            raise ConfigError("a step is larger than was said", "raise `sequences`")
+            raise ConfigError("a step is larger than announced", "raise `sequences`")
         self.results = _carve(steps.room, made, b, h, g, d)
 
     def __call__(

@@ -1,10 +1,10 @@
-"""Computes attention of a few queries against a long cache, the decoding step; forward only.
+"""Compute attention of a few queries against a long cache, the decoding step; forward only.
 
-Chosen for at most MOST_QUERIES queries and more keys. Equals `reference`.
+It is chosen for at most MOST_QUERIES queries and more keys, and equals `reference`.
 
-The cache holds keys turned by stock RoPE. Where a law turns all keys of a chunk by one angle, the query is turned back
-by it instead, once per chunk, and the cache is read once, as it is. `kernel` does it on a GPU, in one launch, over a
-cache or over its pages; `plain` in plain PyTorch, wherever the kernel cannot. Triton is imported with the kernel.
+The cache holds keys rotated by stock RoPE. If a law rotates all keys of a chunk by one angle, the query is rotated back
+by it instead, once per chunk, and the cache is read once, as it is. `kernel` does this on a GPU, in one launch, over a
+cache or its pages; `plain` does it in plain PyTorch wherever the kernel cannot. Triton is imported with the kernel.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BEYOND = "a query stands after all keys"
 
 @runtime_checkable
 class Step(Protocol):
-    """A prepared step, which says how it runs."""
+    """A prepared step, with the reason for how it runs."""
 
     reason: str
 
@@ -34,7 +34,7 @@ class Step(Protocol):
 
 
 def refusal(problem: Problem) -> str | None:
-    """Say why no decoding step can run a problem; None if one can."""
+    """Return why no decoding step can run a problem; None if one can."""
     if problem.q.shape[2] > MOST_QUERIES:
         return f"{problem.q.shape[2]} queries are more than {MOST_QUERIES}"
     if not problem.rotated:
@@ -47,14 +47,14 @@ def refusal(problem: Problem) -> str | None:
 
 
 def machine_refusal(device: torch.device) -> str | None:
-    """Say why the kernel runs no problem on a device; None if it runs some."""
+    """Return why the kernel runs no problem on a device; None if it runs some."""
     if not _HAS_TRITON:
         return "Triton is not installed"
     return None if device.type == "cuda" else f"it runs on a GPU, not on {device}"
 
 
 def kernel_refusal(problem: Problem) -> str | None:
-    """Say why the kernel runs a problem on no machine; None if it does on some."""
+    """Return why the kernel runs a problem on no machine; None if it does on some."""
     d, e = problem.q.shape[3], problem.v.shape[3]
     if problem.q.dtype not in _DTYPES:
         return f"it computes in float32, not in {str(problem.q.dtype).removeprefix('torch.')}"
@@ -70,7 +70,7 @@ def kernel_refusal(problem: Problem) -> str | None:
 
 
 def step_refusal(problem: Problem) -> str | None:
-    """Say why the kernels of a choice do not run a step; None if they do."""
+    """Return why the kernels of a choice do not run a step; None if they do."""
     from rpe3d.attention.chosen import vectors_refusal
 
     if reason := vectors_refusal(problem):
@@ -93,10 +93,10 @@ def step_refusal(problem: Problem) -> str | None:
 
 
 def prepare(problem: Problem) -> Step:
-    """Return the step for a problem that nothing refuses, for the vectors of any layer like it.
+    """Return the step for a problem that is not refused, for the vectors of any layer of the same shape.
 
-    The kernel waits for nothing and reads nothing from the device, so that a step can be captured in a CUDA graph: how
-    much of a preallocated cache is in use, it finds out itself. Capture after one call, which makes the law's table.
+    The kernel waits for nothing and reads nothing back from the device, so that a step can be captured in a CUDA graph:
+    it finds out itself how much of a preallocated cache is in use. Capture after one call, which makes the law's table.
     """
     if problem.law.chooses and problem.q.is_cuda and step_refusal(problem) is None:
         from rpe3d.attention.chosen import step

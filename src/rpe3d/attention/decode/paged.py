@@ -218,7 +218,7 @@ class Steps:
         room, arrivals = self.room, self.arrivals
         if made.room() > room.numel() or made.counters > arrivals.numel():  # splits that were asked for
             if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise ConfigError("a captured step is larger than was said", "raise `sequences`, or run it once before")
+                raise ConfigError("a captured step is larger than announced", "raise `sequences`, or run it once first")
             room = torch.empty(made.room(), dtype=torch.float32, device=self.device)
             arrivals = torch.zeros(made.counters, dtype=torch.int32, device=self.device)
         return bound, made.results_in(room, arrivals)
@@ -258,7 +258,7 @@ def _made(law: Law) -> Plan:
     made = plan(law)
     if made.refusal is not None:
         raise ConfigError(
-            f"the paged kernel cannot run {law.name}: {made.refusal}", "gather the keys, and use attention"
+            f"the paged kernel cannot run {law.name}: {made.refusal}", "gather the keys and call `attention`"
         )
     return made
 
@@ -281,7 +281,7 @@ def _bind(
     """Return the launch for a batch like this. Splits that are asked for are not made fewer on the device."""
     (b, h, t, _), (_, page, g, _) = q.shape, k.shape
     if any(x.stride(-1) != 1 for x in (q, k, v, out)):
-        raise ConfigError("the paged kernel reads vectors whose numbers lie side by side", "call .contiguous()")
+        raise ConfigError("the paged kernel reads contiguous vectors", "call .contiguous()")
     keys, processors, rows = pages.shape[1] * page, _processors(q.device), h // g * t
     tiles = g * _cdiv(rows, tile(rows, _power(q.shape[3]), q.element_size(), None)["block_m"])
     at_once = max(1, processors // tiles) if splits is None else EVER

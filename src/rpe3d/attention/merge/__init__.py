@@ -173,7 +173,7 @@ def _check(parts: Sequence[Part], out: Tensor, lse: Tensor, sinks: Tensor | None
     if out.ndim != 4 or lse.shape != out.shape[:3] or out.stride(3) != 1:
         raise ConfigError(
             f"out and lse are {tuple(out.shape)} and {tuple(lse.shape)}",
-            "give [b, h, t, e], contiguous in e, and [b, h, t]",
+            "pass [b, h, t, e], contiguous in e, and [b, h, t]",
         )
     b, h, t, e = out.shape
     for i, part in enumerate(parts):
@@ -183,13 +183,13 @@ def _check(parts: Sequence[Part], out: Tensor, lse: Tensor, sinks: Tensor | None
         if not batch or o.shape[1] != h or o.shape[3] != e or part.lse.shape != o.shape[:3] or not 0 < last <= t:
             raise ConfigError(
                 f"part {i} is {tuple(o.shape)} and {tuple(part.lse.shape)} from row {part.start}, out {(b, h, t, e)}",
-                "give parts [b, h, rows, e] and [b, h, rows] inside out",
+                "pass parts [b, h, rows, e] and [b, h, rows] inside out",
             )
         if o.stride(3) != 1:
-            raise ConfigError(f"part {i} is not contiguous in its last dimension", "make it so")
+            raise ConfigError(f"part {i} is not contiguous in its last dimension", "call .contiguous()")
     if sinks is not None and sinks.shape != out.shape[1:2]:
-        raise ConfigError(f"sinks is {tuple(sinks.shape)}", f"give one number per head, {tuple(out.shape[1:2])}")
+        raise ConfigError(f"sinks is {tuple(sinks.shape)}", f"pass one number per head, {tuple(out.shape[1:2])}")
     if fade is None and any(part.faded for part in parts):
-        raise ConfigError("a part is faded, and there is no fade", "give two numbers per row")
+        raise ConfigError("a part is faded, but there is no fade", "pass two numbers per row")
     if fade is not None and (fade.shape != (2, t) or fade.stride(1) != 1):
-        raise ConfigError(f"fade is {tuple(fade.shape)}", f"give two numbers per row, {(2, t)}, contiguous in rows")
+        raise ConfigError(f"fade is {tuple(fade.shape)}", f"pass two numbers per row, {(2, t)}, contiguous in rows")

@@ -193,7 +193,7 @@ INTERPRETED = _merge.interpreted
 
 
 def merge(parts: Sequence[Part], out: Tensor, lse: Tensor, sinks: Tensor | None, fade: Tensor | None) -> None:
-    """Launch for checked arguments."""
+    """Launch the merge for validated arguments."""
     if not out.is_cuda and not INTERPRETED:
         raise ConfigError(f'impl is "triton" but out is on {out.device}', 'move it to a GPU, or pass impl="auto"')
     places = [_place(part, out.shape[2]) for part in parts]
@@ -229,7 +229,7 @@ def add_up(
     *,
     interleaved: bool = False,
 ) -> None:
-    """Launch."""
+    """Launch the sum of parts for validated arguments."""
     every = [*turned, *parts]
     places = [_place(part, out.shape[2]) for part in every]
     grid, constants = _launch(out, places)

@@ -1,10 +1,10 @@
-"""Computes attention of a whole prompt in one kernel; forward only.
+"""Compute attention of a whole prompt in one kernel; forward only.
 
-Chosen on a GPU where `blocked` would make dozens of library calls that the host must launch; where calls are large, the
-library's are faster. Equals `reference`.
+It is chosen on a GPU if `blocked` would make dozens of library calls that the host must launch; if calls are large, the
+library's are faster. It equals `reference`.
 
-q and k come turned by stock RoPE. For each region of the law that turns them otherwise a turned copy is made, and one
-launch of `kernel` walks the regions. Triton is imported with the kernel, on the first call.
+q and k come rotated by stock RoPE. For each region of the law that rotates them differently a rotated copy is made, and
+one launch of `kernel` walks the regions. Triton is imported with the kernel, on the first call.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HAS_TRITON = find_spec("triton") is not None
 
 
 def refusal(problem: Problem) -> str | None:
-    """Say why the kernel cannot run a problem here; None if it can."""
+    """Return why the kernel cannot run a problem here; None if it can."""
     if reason := vectors_refusal(problem):
         return reason
     found = list(spans(problem))
@@ -40,7 +40,7 @@ def refusal(problem: Problem) -> str | None:
 
 
 def vectors_refusal(problem: Problem) -> str | None:
-    """Say why the kernel cannot run a problem here whatever its positions; None if it can."""
+    """Return why the kernel cannot run a problem here whatever its positions; None if it can."""
     if not _HAS_TRITON:
         return "Triton is not installed"
     d, e = problem.q.shape[3], problem.v.shape[3]
@@ -61,7 +61,7 @@ def vectors_refusal(problem: Problem) -> str | None:
 
 
 def prepare(problem: Problem, **options: Any) -> Prepared:
-    """Return the kernel for a problem that nothing refuses, for the vectors of any layer like it."""
+    """Return the kernel for a problem that is not refused, for the vectors of any layer of the same shape."""
     found = [span for span in spans(problem) if span is not None]
     step = Step(problem, found, **options)
     if problem.rotated:
@@ -111,7 +111,7 @@ class Step:
         }
         self.launch: Any = None
         self.strides: list[tuple[int, ...]] = []
-        """Of the vectors that the launch is bound for."""
+        """Strides of the vectors that the launch is bound for."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the output and the log-sum-exp."""
@@ -152,7 +152,7 @@ def _launches(regions: Sequence[Region], *, together: bool) -> list[list[tuple[i
 def _table(
     turn: Turn, positions: range | Int[Tensor, "b n"], theta: Float64[Tensor, " l"], everything: range
 ) -> tuple[Tensor, Tensor]:
-    """Return cos and sin from stock RoPE to `turn`, at every token. Padding stands anywhere."""
+    """Return cos and sin from stock RoPE to `turn`, at every token; padding may get any position."""
     if isinstance(positions, range):
         return table(turn, positions, theta, torch.float32)
     cos, sin = table(turn, everything, theta, torch.float32)

@@ -1,4 +1,4 @@
-"""One file per law. A new law is a new file here: `found` walks this folder, so nothing else has to name it."""
+"""One file per law. A new law is a new file here: `found` scans this folder, so nothing else has to name it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ORDER = (
     "dpe",
     "lampe",
 )
-"""The order in which tables and plots list laws, kinds together; a law that is not here follows, by its name."""
+"""Order in which tables and plots list laws, by kind; laws not listed here follow by name."""
 
 
 def found() -> dict[str, type[Law]]:
@@ -38,6 +38,6 @@ def found() -> dict[str, type[Law]]:
 
 
 def _laws_of(module: str) -> list[type[Law]]:
-    """Return the laws that a module defines: the classes that have a name of their own."""
+    """Return the laws that a module defines: the classes with their own name."""
     classes = [member for member in vars(import_module(module)).values() if isinstance(member, type)]
     return [one for one in classes if issubclass(one, Law) and one.__module__ == module and "name" in vars(one)]

@@ -24,37 +24,42 @@ FIRST = 128
 DECAY = 0.9
 """Level with 0.8 on one small model and better on another; a larger one may find more with 0.8 (docs/log.md)."""
 FOCUS, FADE = 2.0, 0.125
-"""How far keys weigh when there are more of them than the model knows; measured on two models (docs/log.md)."""
+"""Defaults for the weight of far keys when there are more than the model knows, measured on two models (log.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bounded(Law):
-    """3D-RPE that keeps its promises on a pretrained model: exact near, and never an unseen position far."""
+    """3D-RPE that keeps its promises on a pretrained model: exact near pairs, never an unseen position far away."""
 
     name: ClassVar[str] = "3d-rpe"
     summary: ClassVar[str] = "3D-RPE, bounded: exact window, far chunks packed into a reach the model has seen"
 
-    chunk: int = parameter(None, "tokens in a chunk, c; default pretrained / 16")
-    window: int = parameter(None, "exact RoPE up to here, w, a multiple of chunk; default 5/16 of pretrained")
-    reach: int = parameter(None, "no pair is shown this relative position or more, R; default half of pretrained")
+    chunk: int = parameter(None, "tokens per chunk, c; default pretrained / 16")
+    window: int = parameter(None, "exact RoPE up to this distance, w, a multiple of chunk; default 5/16 of pretrained")
+    reach: int = parameter(None, "every pair is shown a relative position below this, R; default half of pretrained")
     focus: float = parameter(
         None,
-        "a query at p > R takes far keys (log p / log R)^focus times sharper; default 2, or 0 with far",
+        "sharpens the far scores of a query at p > R by (log p / log R)^focus; default 2, or 0 with far",
     )
     fade: float = parameter(
-        None, "a query at p > R gives far keys (R / p)^fade of their weight; default 1/8, or 0 with far"
+        None, "multiplies the far weight of a query at p > R by (R / p)^fade; default 1/8, or 0 with far"
     )
-    sinks: int = parameter(0, "first tokens that do not fade, at most a chunk; `rpe3d tune` tells whether 1 is better")
-    far: int = parameter(0, "far blocks that a query sees, chosen by what they are about; 0: all", later=True)
-    block: int | None = parameter(None, "keys in a far block, a divisor of chunk; default gcd(16, chunk)", later=True)
+    sinks: int = parameter(0, "first tokens that do not fade, at most a chunk; `rpe3d tune` finds whether 1 is better")
+    far: int = parameter(
+        None, "far blocks that a query attends to, chosen by content; default 0: all", later=True, unsaid=0
+    )
+    block: int | None = parameter(
+        None, "with far: keys per far block, a divisor of chunk; default gcd(16, chunk)", later=True
+    )
     first: int | None = parameter(
         None,
-        "with far: first keys that a query always sees, at least one block, at most far / 8 of them; default 128",
+        "with far: first keys that every query sees, at least one block and at most far / 8 blocks; default 128",
         later=True,
     )
     decay: float = parameter(
         DECAY,
-        "with far: weight of a key in the search, relative to the next; default 0.9. Lower: names, higher: passages",
+        "with far: weight of a recent key in the search, relative to the next; default 0.9. Lower finds names, higher "
+        "finds passages",
         later=True,
     )
 
@@ -86,16 +91,21 @@ class Bounded(Law):
         if reach > longest:
             raise ConfigError(
                 f"reach is {reach}, above the pretrained length {longest}",
-                "lower reach (and window + chunk with it): the model has seen no position beyond",
+                "lower reach (and window + chunk with it): the model has seen no positions beyond that",
             )
         given = {"focus": self.focus, "fade": self.fade}
-        far = whole("far", self.far, least=0)
+        far = 0 if self.far is None else whole("far", self.far, least=0)
         default = dict.fromkeys(given, 0.0) if far else {"focus": FOCUS, "fade": FADE}
         weights = {
             name: default[name] if value is None else real(name, value, least=0.0, most=8.0)
             for name, value in given.items()
         }
         sinks = whole("sinks", self.sinks, least=0, most=chunk)
+        if sinks and far and not any(weights.values()):
+            raise ConfigError(
+                f"sinks is {sinks}, but with far no key fades: focus and fade are 0",
+                f"leave sinks out, and give first={sinks} to keep the first keys in sight",
+            )
         block = math.gcd(BLOCK, chunk) if self.block is None and far else self.block
         if block is not None and chunk % (block := whole("block", block)):
             near = max(n for n in range(1, min(block, chunk) + 1) if chunk % n == 0)
@@ -104,16 +114,29 @@ class Bounded(Law):
         if first is not None:
             first = whole("first", first, least=0)
         decay = real("decay", self.decay, most=1.0, above=True)
+        if not far:
+            for name, value in {"block": block, "first": first, "decay": None if decay == DECAY else decay}.items():
+                if value is not None and self.far is None:
+                    raise ConfigError(
+                        f"{name} is {value}, but far is not given, so a query does not choose its far keys",
+                        f"give far as well, e.g. far=64, or leave {name} out",
+                    )
+            block, first, decay = None, None, DECAY  # far=0 turns the choice off, and its parameters with it
         own = {"chunk": chunk, "window": window, "reach": reach, **weights, "sinks": sinks}
         return {**own, "far": far, "block": block, "first": first, "decay": decay}
 
     @classmethod
     def as_saved(cls, own: Mapping[str, Any]) -> dict[str, Any]:
-        """Give parameters that a file is older than the values that mean what they meant.
+        """Fill in parameters that are newer than a file, with the values that keep the file's meaning.
 
-        Without `focus` and `fade` far keys weigh what they weigh; without `first` a query always sees the first block.
+        A file without `focus` and `fade` leaves far keys at full weight; without `first` a query always sees one block.
+        Parameters without effect, such as `block` without `far`, were once accepted and are dropped.
         """
-        return {"focus": 0.0, "fade": 0.0, **({"first": 0} if own.get("far") else {}), **own}
+        saved = {"focus": 0.0, "fade": 0.0, **({"first": 0} if own.get("far") else {}), **own}
+        idle = ["block", "first", "decay"]
+        if saved.get("far"):
+            idle = [] if saved["focus"] or saved["fade"] else ["sinks"]
+        return {name: value for name, value in saved.items() if name not in idle}
 
     @property
     def regions(self) -> tuple[Region, ...]:
@@ -131,7 +154,7 @@ class Bounded(Law):
 
     @property
     def slope(self) -> float:
-        """r = (R - c - w) / (L - w): what is left of a far distance."""
+        """r = (R - c - w) / (L - w): the fraction of a far distance that is kept."""
         return (self.reach - self.chunk - self.window) / (self.context - self.window)
 
     @property

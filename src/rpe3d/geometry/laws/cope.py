@@ -1,4 +1,4 @@
-"""CoPE (arXiv 2602.05258; repository hrlics/CoPE): the slowest pairs are slowed down softly, the last one to a stand.
+"""CoPE (arXiv 2602.05258; repository hrlics/CoPE): the slowest pairs are slowed down gradually, the last one to 0.
 
 The i-th of the n slowest pairs, i = 0 .. n - 1, turns at θ (1 + cos(π i / (n - 1))) / 2. The published code has n = 20
 of 64 pairs for Llama-3-8B, which was trained further with it; for a model that was not, nothing is published.
@@ -22,14 +22,14 @@ from rpe3d.geometry.laws.rope import Rope
 
 @dataclass(frozen=True, kw_only=True)
 class Cope(Rope):
-    """Take the positions from the slowest pairs, whose angles a longer text would carry beyond those of training."""
+    """Remove positions from the slowest pairs, whose angles would leave the range of training in a longer text."""
 
     name: ClassVar[str] = "cope"
-    summary: ClassVar[str] = "CoPE: the slowest pairs slowed down softly, the last one to a stand"
+    summary: ClassVar[str] = "CoPE: the slowest pairs slowed down gradually, the last one to 0"
     style: ClassVar[Style] = Style(SKY, DOTTED)
     single_position: ClassVar[bool] = False
 
-    clipped: int = parameter(None, "slowest pairs that are slowed down, n; default 5/16 of all pairs, 20 of 64")
+    clipped: int = parameter(None, "number of pairs that are slowed down, n; default 5/16 of all pairs, 20 of 64")
 
     def check(self) -> dict[str, Any]:
         pairs = self.rotary.pairs

@@ -1,13 +1,13 @@
 """Dual chunk attention, DCA (An et al. 2024, arXiv 2402.17463), as ChunkLlama publishes it.
 
-For offset m in chunk i, keys stand at n; queries stand at m for their own chunk, at min(m + c, w) for the previous
-chunk, and at w for all farther ones. The default chunk is ChunkLlama's first (docs/footguns.md).
+A key at offset n of its chunk is at position n. A query at offset m is at m for its own chunk, at min(m + c, w) for the
+previous chunk, and at w for all farther ones. The default chunk is ChunkLlama's first (docs/footguns.md).
 
-What is deployed is sharper: Qwen2.5-1M's config and vLLM's backend for it multiply q and k of a text of n tokens by
-s(n) = max(1, 0.1 ln(n / L_p) + 1), so every score by s². `growth=0.1` is that, with n the tokens up to the query's own:
-what a step has there, where n grows with the text, and the last token of a prompt. Other tokens of a prompt have a
-smaller one than there, and do not depend on what comes after them. `attention_factor` is one s for a text of any
-length, and so it changes short prompts too; `deployed` is s(context).
+The deployed version is sharper: Qwen2.5-1M's config and vLLM's backend for it multiply q and k of a text of n tokens by
+s(n) = max(1, 0.1 ln(n / L_p) + 1), and so every score by s². `growth=0.1` does the same, with n the tokens up to and
+including the query: that agrees with vLLM in a decoding step and for the last token of a prompt. Earlier tokens of a
+prompt get a smaller factor than in vLLM, and do not depend on what comes after them. `attention_factor` is one s for
+texts of any length, so it also changes short prompts; `deployed` is s(context).
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from rpe3d.geometry.region import Phase, Region, Temperature, Turn
 
 @dataclass(frozen=True, kw_only=True)
 class Dca(Law):
-    """Restart positions in every chunk, and let queries stand at one position for all far chunks."""
+    """Restart positions in every chunk, and put queries at one position for all far chunks."""
 
     name: ClassVar[str] = "dca"
-    summary: ClassVar[str] = "dual chunk attention (ChunkLlama): chunks restart, far queries stand at one position"
+    summary: ClassVar[str] = "dual chunk attention (ChunkLlama): positions restart per chunk, far queries share one"
     style: ClassVar[Style] = Style(BROWN)
 
-    chunk: int = parameter(None, "tokens in a chunk, c; default window - pretrained / 16")
-    window: int = parameter(None, "the largest position shown, w; default 3/4 of pretrained")
+    chunk: int = parameter(None, "tokens per chunk, c; default window - pretrained / 16")
+    window: int = parameter(None, "largest position shown, w; default 3/4 of pretrained")
     attention_factor: float = parameter(
         1.0,
-        "multiplies cos and sin; Qwen2.5-1M and vLLM deploy `deployed`: 0.1 ln(context / pretrained) + 1",
+        "multiplies cos and sin; `deployed` is 0.1 ln(context / pretrained) + 1, as in Qwen2.5-1M and vLLM",
         later=True,
     )
 
     growth: float = parameter(
-        0.0, "sharper queries beyond pretrained, by (1 + growth ln(n / pretrained))^2; Qwen2.5-1M has 0.1", later=True
+        0.0, "sharpens queries beyond pretrained by (1 + growth ln(n / pretrained))^2; Qwen2.5-1M uses 0.1", later=True
     )
 
     def check(self) -> dict[str, Any]:
@@ -47,7 +47,7 @@ class Dca(Law):
         given: object = self.attention_factor
         deployed = 0.1 * math.log(self.factor) + 1
         if isinstance(given, str) and given != "deployed":
-            raise ConfigError(f"attention_factor is {given!r}", "give a number above 0, or deployed")
+            raise ConfigError(f"attention_factor is {given!r}", "pass a number above 0, or deployed")
         factor = real("attention_factor", deployed if given == "deployed" else given, above=True, most=1e9)
         growth = real("growth", self.growth, least=0, most=1e3)
         return {"chunk": chunk, "window": window, "attention_factor": factor, "growth": growth}

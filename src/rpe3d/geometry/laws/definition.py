@@ -1,6 +1,6 @@
 """3D-RPE as defined (arXiv 2406.09897, Definition 1 and eq. 4): h~ = e^{i m θ} (cos φ_j h⊥ + sin φ_j h).
 
-With h⊥ = i h this is one turn by m θ + π/2 - φ_j, for offset m in chunk j and φ_j = base^(-j). No departures.
+With h⊥ = i h this is one rotation by m θ + π/2 - φ_j, for offset m in chunk j and φ_j = base^(-j). No departures.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""DPE (Lu et al. 2025, arXiv 2504.18857): Self-Extend with a group of its own for each part of the pairs.
+"""DPE (Lu et al. 2025, arXiv 2504.18857): Self-Extend with a separate group size for each part of the pairs.
 
-A pair of scale G stands at p div G + w - w div G as a query and at p div G as a key, from distance w on. Scales are
+From distance w on, a pair of scale G is at p div G + w - w div G as a query and at p div G as a key. Scales are
 found for a model by a needle search at the target length (`rpe3d tune MODEL --law dpe`); without them this law is
 Self-Extend. Published for Llama-3-8B (8192 positions) at 131072 tokens with window 1024: 4, 4, 2, 16, 32, 32, 16, 128
-in the README and in the names of the predictions, 2, 8, 2, 8, 32, 32, 32, 4 in the config file. Given scales are not
-held below the pretrained length: the published ones are not, and the search found that some pairs bear it.
+in the README and in the names of the predictions, 2, 8, 2, 8, 32, 32, 32, 4 in the config file. Given scales may show
+positions beyond the pretrained length: the published ones do, and the search found that some pairs tolerate it.
 
 Two departures. The published `top k` leaves some pairs of each head at their true distance, as a scale of 1 does; a law
-is the same for all heads, so it is not here. In a prompt the published code joins window and far positions by
-w - w / G; here it is w - w div G, as in its decoding. Where G divides w, as in all its settings, they are the same.
+is the same for all heads, so this is left out. In a prompt the published code joins window and far positions by
+w - w / G; here it is w - w div G, as in its decoding. If G divides w, as in all its settings, they are the same.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ GROUPS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Dpe(Windowed):
-    """Self-Extend with groups of its own for each part of the pairs of dimensions."""
+    """Self-Extend with a separate group size for each part of the pairs of dimensions."""
 
     name: ClassVar[str] = "dpe"
-    summary: ClassVar[str] = "DPE: Self-Extend with groups of its own for each part of the pairs of dimensions"
+    summary: ClassVar[str] = "DPE: Self-Extend with a separate group size for each part of the pairs of dimensions"
     style: ClassVar[Style] = Style(GREEN, DASHED)
     single_position: ClassVar[bool] = False
 
-    window: int = parameter(None, "distances below this are exact RoPE; default 1024, or pretrained / 8 where less")
+    window: int = parameter(None, "distances below this are exact RoPE; default 1024, or pretrained / 8 if less")
     scales: tuple[int, ...] = parameter(
         None,
-        "tokens that share a far position, one number for each of equal parts of the pairs, fastest first, as 4-4-2-16;"
+        "tokens that share a far position, one number for each equal part of the pairs, fastest first, e.g. 4-4-2-16;"
         " default: the group of self-extend for all",
     )
 
@@ -54,7 +54,7 @@ class Dpe(Windowed):
             scales = _numbers(self.scales)
         if not 1 <= len(scales) <= pairs:
             raise ConfigError(
-                f"there are {len(scales)} scales for {pairs} pairs of dimensions", f"give between 1 and {pairs}"
+                f"there are {len(scales)} scales for {pairs} pairs of dimensions", f"pass between 1 and {pairs}"
             )
         return {"window": window, "scales": scales}
 
@@ -65,17 +65,17 @@ class Dpe(Windowed):
         return (self.near, Region(first=window, query=query, key=self._by_scale(lambda scale: Turn(chunk=scale))))
 
     def _by_scale(self, turn: Callable[[int], Turn]) -> Turn:
-        """Return each scale's turn for its part of the pairs; parts differ by one pair where they cannot be equal."""
+        """Return each scale's turn for its part of the pairs; parts differ by one pair if they cannot be equal."""
         borders = [self.rotary.pairs * n // len(self.scales) for n in range(len(self.scales) + 1)]
         return by_pair((borders[n + 1] - borders[n], turn(scale)) for n, scale in enumerate(self.scales))
 
 
 def _numbers(given: Any) -> tuple[int, ...]:
-    """Read scales from a sequence, or from text as 4-4-2-16."""
+    """Read scales from a sequence, or from text such as 4-4-2-16."""
     try:
         items = [int(part) for part in given.split("-")] if isinstance(given, str) else list(given)
     except (TypeError, ValueError):
         raise ConfigError(
-            f"scales is {given!r}, which is not a list of whole numbers", "give them as (4, 4, 2, 16) or 4-4-2-16"
+            f"scales is {given!r}, which is not a list of whole numbers", "write them as (4, 4, 2, 16) or 4-4-2-16"
         ) from None
     return tuple(whole("scale", item) for item in items)

@@ -1,6 +1,6 @@
 """3D-RPE as its authors' code computes it: dual chunk attention (`dca`) with the chunk phase φ_j on far pairs.
 
-Departs from that code, which turns keys by a phase that depends on the prompt's length, in prefill only: here the phase
+Departs from that code, which rotates keys by a phase that depends on the prompt length, in prefill only: here the phase
 depends on the key's position alone, so that cached decoding equals the full forward.
 """
 
@@ -24,8 +24,8 @@ class DualChunk(Phased):
     summary: ClassVar[str] = "3D-RPE as its authors' code computes it: dual chunk attention with a chunk phase"
     style: ClassVar[Style] = Style(ORANGE, DASHED)
 
-    chunk: int = parameter(None, "tokens in a chunk, c; default window - pretrained / 16")
-    window: int = parameter(None, "the largest position shown, w; default 3/4 of pretrained")
+    chunk: int = parameter(None, "tokens per chunk, c; default window - pretrained / 16")
+    window: int = parameter(None, "largest position shown, w; default 3/4 of pretrained")
 
     def check(self) -> dict[str, Any]:
         chunk, window = check_dual_chunk(self, self.chunk, self.window)

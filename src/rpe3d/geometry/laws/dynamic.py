@@ -1,7 +1,7 @@
 """Dynamic NTK (emozilla 2023): NTK-aware scaling with α = s n / L_p - (s - 1) for the n tokens seen so far.
 
 The same as the rope type `dynamic` of Hugging Face, whose `factor` is `scale` here. Cached keys keep the frequencies of
-the length at which they were turned, as they do there.
+the length at which they were rotated, as they do there.
 """
 
 from __future__ import annotations

@@ -1,27 +1,27 @@
-"""LaMPE (arXiv 2508.02308; repository scar-on/LaMPE, llama_cache1.py): three grains of position in a text of n tokens.
+"""LaMPE (arXiv 2508.02308; repository scar-on/LaMPE, llama_cache1.py): three position granularities in a text.
 
-With m(p) = floor(p U / (n - 1)) and U = U(n) the mapping length, a pair at distance d is shown
+In a text of n tokens, with m(p) = floor(p U / (n - 1)) and U = U(n) the mapping length, a pair at distance d is shown
 
     f = d                      for d < head,
     f = m(q) - m(k) + b_1      from there on,       b_1 = head - 1 - m(head),
     f = d - b_2                for d >= n - T,      b_2 = (n - 1 - T) - m(n - 1 - T) - b_1,
 
-where T is the last token that m does not tell from token `tail`. Without a tail (0) there are two grains, as in
-llama_sw_map.py, which the authors' RULER script runs. Below 2 `head` tokens all of it is plain RoPE. Cos and sin are
-multiplied by 0.1 ln 2 + 1. The authors fitted U(n) = C / (1 + exp(-(a n + b))) for four models (`FITS`). For another
-model the fit of the nearest pretrained length is taken with all lengths in units of the pretrained one: a rule of ours,
-which gives the published numbers where the pretrained length is a published one. No position beyond about U + head + T
-is shown, and T is at least n / U: that is within the pretrained length of real models, not of toys.
+where T is the last token that m maps to the same position as token `tail`. Without a tail (0) there are two
+granularities, as in llama_sw_map.py, which the authors' RULER script runs. Below 2 `head` tokens everything is plain
+RoPE. Cos and sin are multiplied by 0.1 ln 2 + 1. The authors fitted U(n) = C / (1 + exp(-(a n + b))) for four models
+(`FITS`). For another model we use the fit of the nearest pretrained length, with all lengths in units of the pretrained
+one, which gives the published numbers if the pretrained length is a published one. No position beyond about
+U + head + T is shown, and T is at least n / U: that is within the pretrained length of real models, though not of toys.
 
 The positions depend on the length of the text, so n is a parameter: by default the context, which `compare` sets to the
 length that it measures. A shorter prompt is then read with the positions of the longer text, and caches, pieces and
-padded batches stay exact. To have those of one prompt, extend for it: `length` is its n, and `context` leaves room for
-the answer.
+padded batches stay exact. For the positions of one particular prompt, extend the model for it: `length` is its n, and
+`context` leaves room for the answer.
 
 Departures. Upstream counts pairs at the distances `head` and n - T twice in a prompt, under both positions; here they
-are counted once, as when it decodes. When it decodes, the queries of the middle stay at m(n - 1), and after `head`
-tokens it fails (llama_sw_map.py: n grows with every token and U does not); here m goes on with the same n. It computes
-m in float32, which can lose a position; here m is a whole number.
+are counted once, as in its decoding. In its decoding, the queries of the middle stay at m(n - 1), and after `head`
+tokens it fails (llama_sw_map.py: n grows with every token and U does not); here m continues with the same n. It
+computes m in float32, which can lose a position; here m is a whole number.
 """
 
 from __future__ import annotations
@@ -70,16 +70,14 @@ class Lampe(Law):
     summary: ClassVar[str] = "LaMPE: exact head, middle packed into a length that grows with the text, unit-step tail"
     style: ClassVar[Style] = Style(GREEN, DOTTED)
 
-    length: int = parameter(None, "tokens of the text that positions are made for, n; default the context")
+    length: int = parameter(None, "tokens of the text that positions are made for, n; default: the context")
     like: str = parameter(
-        None, f"whose fit gives the mapping length: {', '.join(FITS)}; default the nearest pretrained length"
+        None, f"model whose fit gives the mapping length: {', '.join(FITS)}; default: the nearest pretrained length"
     )
-    mapped: int = parameter(None, "mapping length, U; default as fitted for `like`, in units of the pretrained length")
-    head: int = parameter(
-        None, "distances below this are exact RoPE; default 512, or pretrained / 8 where that is less"
-    )
+    mapped: int = parameter(None, "mapping length, U; default: as fitted for `like`, in units of the pretrained length")
+    head: int = parameter(None, "distances below this are exact RoPE; default 512, or pretrained / 8 if that is less")
     tail: int = parameter(
-        None, "first tokens that the last ones see in unit steps; default 200, or pretrained / 20; 0: none"
+        None, "first tokens that the last tokens see in unit steps; default 200, or pretrained / 20; 0: none"
     )
     attention_factor: float = parameter(0.1 * math.log(2) + 1, "multiplies cos and sin; default 0.1 ln 2 + 1")
 
@@ -133,7 +131,7 @@ class Lampe(Law):
 
 @dataclass(frozen=True)
 class Grains:
-    """The whole numbers of the three grains, for a text of `length` tokens."""
+    """The whole numbers that define the three granularities, for a text of `length` tokens."""
 
     length: int
     mapped: int
@@ -152,12 +150,12 @@ class Grains:
 
     @property
     def middle_shift(self) -> int:
-        """b_1."""
+        """Offset b_1 of the middle part."""
         return self.head - 1 - self.position(self.head)
 
     @property
     def tail_shift(self) -> int:
-        """b_2."""
+        """Offset b_2 of the tail."""
         first = self.length - 1 - self.last
         return first - self.position(first) - self.middle_shift
 

@@ -23,7 +23,7 @@ class LeakyReRope(Windowed):
     summary: ClassVar[str] = "Leaky ReRoPE: exact window, farther distances grow at a small slope"
     style: ClassVar[Style] = Style(PINK, DASHED)
 
-    slope: float = parameter(None, "growth per token beyond the window; default: reaches 5/8 L_p at the context")
+    slope: float = parameter(None, "growth per token beyond the window; by default 5/8 L_p is reached at the context")
 
     def check(self) -> dict[str, Any]:
         parameters = super().check()

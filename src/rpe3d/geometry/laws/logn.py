@@ -1,8 +1,8 @@
-"""Log-n scaling (Su 2021, kexue.fm/archives/8823) as Qwen-7B has it: scores of a query at p > L_p times ln p / ln L_p.
+"""Log-n scaling (Su 2021, kexue.fm/archives/8823) as in Qwen-7B: scores of a query at p > L_p times ln p / ln L_p.
 
-A softmax over all keys of a row does not see what they lose together, so a `Fade` of all of them with focus 1 is that
-scaling. Two departures: Qwen-7B has ln(p + 1) at position p, which is reached one token later here; and in a model with
-attention sinks of its own, which Qwen-7B is not, the keys of a sharper query weigh less beside the sink.
+A softmax over all keys of a row ignores a loss that they share, so a `Fade` of all keys with focus 1 is this scaling.
+Two departures: Qwen-7B has ln(p + 1) at position p, which is reached one token later here; and in a model with its own
+attention sinks, unlike Qwen-7B, the keys of a sharper query weigh less relative to the sink.
 """
 
 from __future__ import annotations

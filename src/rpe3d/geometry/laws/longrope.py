@@ -1,12 +1,12 @@
-"""LongRoPE (Ding et al. 2024, arXiv 2402.13753) with given factors: θ_l divided by a factor of its own for each pair.
+"""LongRoPE (Ding et al. 2024, arXiv 2402.13753) with given factors: each θ_l is divided by a separate factor.
 
 The same as the rope type `longrope` of Hugging Face: `short_factor` up to the pretrained length L_p, `long_factor`
 beyond it, and cos and sin multiplied by sqrt(1 + ln s / ln L_p) at every length, s = L / L_p. Cached keys keep the
-frequencies of the length at which they were turned. A text of exactly L_p tokens that follows a longer one still has
-the long factors: transformers resets a growing rope type below that length only.
+frequencies of the length at which they were rotated. A text of exactly L_p tokens that follows a longer one still has
+the long factors: transformers resets a growing rope type only below that length.
 
-The factors are found for a model by a search, which is not here: without them, those of a longer text are s for every
-pair (position interpolation), and those of a shorter one 1.
+The factors are found for a model by a search, which rpe3d does not include: by default they are s for every pair beyond
+the pretrained length (position interpolation), and 1 up to it.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from rpe3d.geometry.laws.rope import Rope
 
 @dataclass(frozen=True, kw_only=True)
 class LongRope(Rope):
-    """Divide every frequency by a factor of its own, with one set of factors for short texts and one for long ones."""
+    """Divide every frequency by a separate factor, with one set of factors for short texts and one for long ones."""
 
     name: ClassVar[str] = "longrope"
-    summary: ClassVar[str] = "LongRoPE: given factors for every pair, one set for short texts and one for long ones"
+    summary: ClassVar[str] = "LongRoPE: a given factor for every pair, one set for short texts and one for long ones"
     style: ClassVar[Style] = Style(SKY, DASHED)
     single_position: ClassVar[bool] = False
     grows: ClassVar[bool] = True
 
     long_factor: tuple[float, ...] = parameter(
-        None, "divisors of the frequencies beyond the pretrained length, as 1-1.5-4; default context / pretrained"
+        None, "divisors of the frequencies beyond the pretrained length, e.g. 1-1.5-4; default context / pretrained"
     )
     short_factor: tuple[float, ...] = parameter(None, "divisors up to the pretrained length; default 1 for every pair")
     attention_factor: float = parameter(
@@ -71,9 +71,9 @@ def _factors(name: str, given: Any, default: float, pairs: int) -> tuple[float, 
     try:
         items = [float(part) for part in given.split("-")] if isinstance(given, str) else list(given)
     except (TypeError, ValueError):
-        raise ConfigError(f"{name} is {given!r}, which is not a list of numbers", "give one number per pair") from None
+        raise ConfigError(f"{name} is {given!r}, which is not a list of numbers", "pass one number per pair") from None
     if len(items) != pairs:
         raise ConfigError(
-            f"{name} has {len(items)} numbers for {pairs} pairs of dimensions", f"give {pairs}, the fastest pair first"
+            f"{name} has {len(items)} numbers for {pairs} pairs of dimensions", f"pass {pairs}, the fastest pair first"
         )
     return tuple(real(name, item, above=True, most=1e9) for item in items)

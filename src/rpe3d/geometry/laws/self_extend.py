@@ -1,6 +1,6 @@
 """Self-Extend (Jin et al. 2024, arXiv 2401.01325, algorithm 1).
 
-From distance w on, a query stands at p div G + w - w div G and a key at p div G.
+From distance w on, a query is at position p div G + w - w div G and a key at p div G.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """StreamingLLM (Xiao et al. 2023, arXiv 2309.17453): the last tokens and the first few; the rest is not attended to.
 
-Positions count inside the cache, so the first tokens always stand right before the window.
+Positions are counted inside the cache, so the first tokens always come right before the window.
 """
 
 from __future__ import annotations

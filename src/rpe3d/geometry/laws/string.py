@@ -1,12 +1,12 @@
 """STRING (An et al. 2024, arXiv 2410.18745): f = d below S, and d - S + W from there on, at every length.
 
-Positions that training saw often replace the last third, which it saw rarely: so the law is of use within the
-pretrained length as well. Beyond 2 L_p - W tokens either S - 1 or L - 1 - S + W is an unseen position: nothing is
-published for longer texts, and the law behaves there as stock RoPE does.
+Positions that training saw often replace the last third, which it saw rarely: so the law also helps within the
+pretrained length. Beyond 2 L_p - W tokens either S - 1 or L - 1 - S + W is an unseen position: nothing is published for
+longer texts, and there the law behaves like stock RoPE.
 
 Two departures. The published code has S = int(0.33 L_p), W = 128 and an `attention_factor` of 0.1 ln 2 + 1 = 1.0693,
-which changes short prompts as well and is therefore left to the user. In a prompt it counts pairs at distance S twice,
-as S and as W; here they are counted once, as W, which is what that code does when it decodes.
+which also changes short prompts and is therefore left to the user. In a prompt it counts pairs at distance S twice, as
+S and as W; here they are counted once, as W, as that code does in decoding.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from rpe3d.geometry.region import Region, Turn
 
 @dataclass(frozen=True, kw_only=True)
 class String(Law):
-    """Shift far pairs down to positions that training saw more often; keys stay as stock RoPE turns them."""
+    """Shift far pairs down to positions that training saw more often; keys stay as stock RoPE rotates them."""
 
     name: ClassVar[str] = "string"
     summary: ClassVar[str] = "STRING: exact up to a distance, farther pairs shifted down to positions seen more often"
     style: ClassVar[Style] = Style(BROWN, DASHED)
 
     shift: int = parameter(
-        None, "distances below this are exact RoPE, S; default context - 0.67 L_p, or half of the context where less"
+        None, "distances below this are exact RoPE, S; default context - 0.67 L_p, or half of the context if less"
     )
-    local: int = parameter(None, "what distance S is shown as, W; default 128, or pretrained / 16 where that is less")
-    attention_factor: float = parameter(1.0, "multiplies cos and sin; the published code has 1.0693")
+    local: int = parameter(None, "position shown for distance S, W; default 128, or pretrained / 16 if that is less")
+    attention_factor: float = parameter(1.0, "multiplies cos and sin; the published code uses 1.0693")
 
     def check(self) -> dict[str, Any]:
         longest, context = self.pretrained, self.context

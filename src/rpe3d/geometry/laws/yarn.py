@@ -24,8 +24,8 @@ class Yarn(Rope):
     style: ClassVar[Style] = Style(BLUE)
     single_position: ClassVar[bool] = False
 
-    beta_fast: float = parameter(32.0, "pairs that turn more often than this in the pretrained length are kept")
-    beta_slow: float = parameter(1.0, "pairs that turn less often than this are interpolated")
+    beta_fast: float = parameter(32.0, "pairs with more full turns than this in the pretrained length are kept")
+    beta_slow: float = parameter(1.0, "pairs with fewer full turns than this are interpolated")
     attention_factor: float = parameter(None, "multiplies cos and sin; default 0.1 ln(context / pretrained) + 1")
 
     def check(self) -> dict[str, Any]:

@@ -197,7 +197,7 @@ function showStrips() {
     draw(svg, "text", { x: left - 6, y: 26 * row + 15, "text-anchor": "end" }, side.toUpperCase());
     words.push(`${state[side].law}: ${answers[side].sentence}`);
   });
-  svg.setAttribute("aria-label", `What becomes of every distance. ${words.join(" ")}`);
+  svg.setAttribute("aria-label", `What happens to every distance. ${words.join(" ")}`);
 }
 
 function showBound() {

@@ -58,7 +58,7 @@ async function start() {
   buildMeasured();
   restore();
   byId("source").textContent = live
-    ? "Every number is asked of the rpe3d library that runs this page, on this machine."
+    ? "Every number comes from the rpe3d library that runs on this machine."
     : "Every number was computed by the rpe3d library when this file was written; `rpe3d explore` has all settings.";
   byId("token").addEventListener("input", () => {
     if (playing) play(false);
