@@ -19,7 +19,7 @@ def launched(count, *argv):
 
 def launched_python(count, *argv):
     """The exit codes of so many Pythons, with what `accelerate launch` sets for them, and their stderr."""
-    port = str(_free_port())
+    port = str(free_port())
     shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
     shared |= {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, *map(str, argv)]
@@ -34,7 +34,7 @@ def launched_python(count, *argv):
 
 def forked(*launches):
     """As `launched` for each (count, *arguments), in processes that are forked from one, which imports but once."""
-    given = [[str(_free_port()), count, *map(str, argv)] for count, *argv in launches]
+    given = [[str(free_port()), count, *map(str, argv)] for count, *argv in launches]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, json.dumps(given)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
@@ -61,7 +61,7 @@ def _fork(port, count, *argv):
     return codes, [file.read() for file in files]
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """Below those that a system hands out by itself: it is seconds until the first process listens there."""
     while True:
         port = random.randrange(20000, 32000)

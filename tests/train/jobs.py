@@ -15,7 +15,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import sys
 from importlib import import_module
 from itertools import islice
@@ -23,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from launched import free_port
 from rpe3d.config import ConfigError
 from rpe3d.train import OutOfTime, Settings, folder, run, sound, train
 from rpe3d.train.attention import TrainingAttention, training_attention
@@ -224,10 +224,7 @@ def done(job):
     if "copy" in job:
         shutil.copytree(*job["copy"])
         return []
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    children = []
+    port, children = free_port(), []
     for rank in range(job.get("processes", 1)):
         child = os.fork()
         if child == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 from datetime import timedelta
 from typing import Any
@@ -17,6 +18,7 @@ def processes(*, cpu: bool) -> Any:
     """Return accelerate's state for this process among those launched; None for a single process."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return None
+    import torch.distributed.nn.functional  # noqa: F401 - its functions keep the group that exists at this import
     from accelerate import PartialState
 
     state = PartialState(cpu=cpu, timeout=PATIENCE)
@@ -30,7 +32,10 @@ def _part() -> None:
 
     A thread of gloo takes the GIL to release the tensors of a finished call. If Python is shutting down by then, the
     thread is unwound through a destructor and the process aborts ("terminate called without an active exception"):
-    about once in 25 exits. NCCL has no such threads, and its groups may only be destroyed by all processes together.
+    about once in 25 exits. The threads end with the last reference to the group, and a trainer that has not been
+    collected yet holds one. (FSDP on CPUs keeps the threads: DTensor's caches hold the group.) NCCL has no such
+    threads, and its groups may only be destroyed by all processes together.
     """
     if dist.is_initialized() and dist.get_backend() == "gloo":
         dist.destroy_process_group()
+        gc.collect()
