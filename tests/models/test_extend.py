@@ -405,3 +405,11 @@ def test_a_compiled_prompt_is_one_graph_with_the_same_logits(tiny, ids, masked):
     given = {"attention_mask": torch.ones_like(ids)} if masked else {}
     out = forward(ids, position_ids=torch.arange(120)[None], past_key_values=cache, use_cache=True, **given)
     torch.testing.assert_close(out.logits, logits(model, ids), **CLOSE)
+
+
+def test_a_compiled_prompt_with_padding_before_it_is_the_prompt_alone(tiny, ids):
+    model = rpe3d.extend(tiny(), context=256, **BOUNDED)
+    padded, mask = (torch.nn.functional.pad(x, (13, 0)) for x in (ids, torch.ones_like(ids)))
+    forward = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+    out = forward(padded, attention_mask=mask, position_ids=torch.arange(padded.shape[1])[None], use_cache=False)
+    torch.testing.assert_close(out.logits[:, 13:], logits(model, ids), **CLOSE)

@@ -80,7 +80,8 @@ def alone(model, row):
 
     AttentionInterface.register(ORACLE, attend)
     AttentionMaskInterface.register(ORACLE, lambda *_, **__: None)
-    config, at = model.config, torch.tensor([row.at], device=model.device)
+    padding = row.slots.index(1) if row.at[0] == row.slots.index(1) else 0  # counted by slot: alone, it begins at 0
+    config, at = model.config, torch.tensor([row.at], device=model.device) - padding
     before, config._attn_implementation = config._attn_implementation, ORACLE
     try:
         return model(torch.tensor([row.ids], device=at.device), position_ids=at, use_cache=False).logits[0]
@@ -172,6 +173,29 @@ def test_every_row_is_what_it_is_alone_or_is_refused(family, mode, fuzz, device)
             done = one_case(model, random.Random(f"{family} {mode.__name__} {seed}"))
         compared, refused = compared + done[0], refused + done[1]
     assert compared > refused
+
+
+@pytest.mark.parametrize("length", [24, 90])  # within window + chunk, and beyond it
+@pytest.mark.parametrize("name", STEADY)
+def test_padding_before_a_text_changes_nothing_where_no_position_ids_are_given(name, length, device):
+    """As of a stock model, which counts the padding: RoPE knows distances alone. The oracle is the row, unpadded."""
+    own = {"sinks": 2, **LAW} if name == "3d-rpe" else {}
+    model = rpe3d.extend(make("llama").to(device), name, **{"context": 512} | OWN.get(name, {}) | own)
+    ids = torch.tensor([random.Random(0).choices(range(3, 97), k=length)], device=device)
+    padded, mask = (torch.nn.functional.pad(x, (13, 0)) for x in (ids, torch.ones_like(ids)))
+    padded, mask = (torch.cat([x, x.roll(-13, 1)]) for x in (padded, mask))  # padding before it, and behind it
+    with torch.no_grad():
+        alone = model(ids).logits[0]
+        both = model(padded, attention_mask=mask).logits
+        cache = DynamicCache(config=model.config)
+        cut = length // 2
+        pieces = [
+            model(padded[:, :cut], attention_mask=mask[:, :cut], past_key_values=cache).logits,
+            model(padded[:, cut:], attention_mask=mask, past_key_values=cache).logits,
+        ]
+    for found in (both, torch.cat(pieces, 1)):
+        torch.testing.assert_close(found[0, 13:], alone, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found[1, :length], alone, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", STEADY)

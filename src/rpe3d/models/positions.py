@@ -5,6 +5,10 @@ far. The queries have position ids. Those of earlier forward passes were not kep
 a text. They count in one of two ways, which differ only if padding lies between tokens: from token to token, as in
 `generate`, or from slot to slot, as in a model that gets a mask and no position ids. The queries show which way it is.
 Positions that count in neither way, or that are ambiguous, are refused.
+
+A text whose first token has the number of its slot as its position is left-padded and counted by a model that got no
+position ids. Scores under RoPE do not depend on where a text begins, so its tokens are placed as they are alone: from
+position 0 on.
 """
 
 from __future__ import annotations
@@ -212,9 +216,12 @@ def _in_a_graph(s: int, mask: Tensor | None, positions: Tensor) -> Layout:
     gapless = row.last - row.begin + 1 == row.tokens
     begun = (row.slot_start == 0) | ((first == 0) & gapless) | ((first >= 0) & fresh)  # `_starts` is not at hand
     sound = ((row.by_slot & begun) | (row.queries == 0)).all()
-    from_zero = (((first == 0) & gapless) | (row.queries == 0)).all()
+    moved = torch.where(row.slot_start == 0, row.begin, 0)
+    from_zero = (((first == moved) & gapless) | (row.queries == 0)).all()
     slots = torch.arange(s, device=positions.device)
-    keys = Placed((row.slot_start + slots).clamp(min=0), starts=row.slot_start[:, 0])
+    starts = row.slot_start - moved
+    keys = Placed((starts + slots).clamp(min=0), starts=starts[:, 0])
+    positions = (positions - moved).clamp(min=0)
     if mask is None:
         return Layout(positions, keys, None, None, s, sound=sound, from_zero=from_zero)
     tokens = coding % HERE == TOKEN
@@ -316,17 +323,26 @@ class Row(Facts):
         return position >= 0 and (sure or self.fresh or position in _starts)
 
     @property
+    def given_start(self) -> int:
+        """Position that the first token was given."""
+        return int(self.token_start if self.closed_up else self.slot_start + self.begin)
+
+    @property
+    def moved(self) -> int:
+        """Number of positions by which the text is placed earlier than given: the padding before it, if counted."""
+        return int(self.begin) if self.queries and self.given_start == self.begin else 0
+
+    @property
     def start(self) -> int:
         """Position of slot 0, or of the first token if padding is skipped."""
-        return int(self.token_start if self.closed_up else self.slot_start)
+        return int(self.token_start if self.closed_up else self.slot_start) - self.moved
 
     def note(self) -> None:
         """Remember the beginning of a text whose slot 0 is not position 0."""
         if self.queries and self.fresh and self.slot_start:
-            begins = self.start + (0 if self.closed_up else self.begin)
             with _lock:
-                _starts.pop(begins, None)
-                _starts[begins] = None
+                _starts.pop(self.given_start, None)
+                _starts[self.given_start] = None
                 if len(_starts) > _MOST_STARTS:
                     del _starts[next(start for start in _starts if start)]
 
@@ -337,7 +353,7 @@ class Row(Facts):
         first = 0 if self.closed_up else self.first_query
         if not self.closed_up and self.last_query - first + 1 != self.queries:
             return None
-        position = (self.token_start + self.tokens - self.queries) if self.closed_up else self._at(first)
+        position = self.start + (self.tokens - self.queries if self.closed_up else self.offset + first)
         return slice(first, first + self.queries), range(position, position + self.queries)
 
     def key_run(self) -> Run | None:
@@ -349,9 +365,6 @@ class Row(Facts):
         if not self.gapless:
             return None
         return slice(self.begin, self.last + 1), range(self.start + self.begin, self.start + self.last + 1)
-
-    def _at(self, query: int) -> int:
-        return int(self.slot_start + self.offset + query)
 
 
 def _arranged(b: int, mask: Tensor | None, positions: Tensor, rows: list[Row]) -> Layout:
@@ -375,6 +388,8 @@ def _arranged(b: int, mask: Tensor | None, positions: Tensor, rows: list[Row]) -
         tokens, here, positions = (
             x.gather(1, i) for x, i in ((tokens, key_slots), (here, query_slots), (positions, query_slots))
         )
+    if any(moved := [x.moved for x in rows]):
+        positions = (positions - torch.tensor(moved, device=device)[:, None]).clamp(min=0)
     starts = torch.tensor([x.start for x in rows], device=device)
     keys = (starts[:, None] + torch.arange(tokens.shape[1], device=device)).clamp(min=0)
     result = Layout(
