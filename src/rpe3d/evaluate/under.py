@@ -78,12 +78,46 @@ def under(model: Any, law: Law | None) -> Iterator[None]:
     elif law is not None and own is not None:
         restore(model)
     try:
-        yield
+        with _every_text_afresh(model):
+            yield
     finally:
         if law is not None and own is not None:
             extend(model, own)
         elif law is not None and law_of(model) is not None:
             restore(model)
+
+
+def growing(model: Any) -> list[Any]:
+    """Return the rotary modules whose frequencies grow with the text, and stay grown for the next one."""
+    return [module for module in model.modules() if any("dynamic" in kind for kind in _rope_types(module).values())]
+
+
+@contextmanager
+def _every_text_afresh(model: Any) -> Iterator[None]:
+    """Have every text read with the frequencies of its own length, whatever was read before it."""
+    rotaries = growing(model)
+
+    def begin(_: Any, __: Any, given: Mapping[str, Any]) -> None:
+        cache = given.get("past_key_values")
+        if cache is None or not cache.get_seq_length():
+            for rotary in rotaries:
+                x = rotary.inv_freq if hasattr(rotary, "inv_freq") else next(rotary.buffers())
+                for layer_type in _rope_types(rotary):  # one token lets transformers return to the first frequencies
+                    given_type = {} if layer_type is None else {"layer_type": layer_type}
+                    rotary(x, torch.zeros(1, 1, dtype=torch.long, device=x.device), **given_type)
+
+    hook = model.register_forward_pre_hook(begin, with_kwargs=True) if rotaries else None
+    try:
+        yield
+    finally:
+        if hook is not None:
+            hook.remove()
+
+
+def _rope_types(module: Any) -> dict[str | None, str]:
+    """Return the rope type of a rotary module for each type of layers; None stands for all layers."""
+    kind = getattr(module, "rope_type", None)
+    return kind if isinstance(kind, dict) else {} if kind is None else {None: str(kind)}
 
 
 def about(model: Any, name: str, facts: Mapping[str, Any]) -> dict[str, Any]:

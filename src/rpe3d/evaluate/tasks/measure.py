@@ -22,6 +22,7 @@ from rpe3d.evaluate.tasks.probes import PROBES, Bench, merged
 from rpe3d.evaluate.tasks.questions import Data
 from rpe3d.evaluate.tasks.sample import Sample
 from rpe3d.evaluate.texts import Text, check_tokens, tokenize
+from rpe3d.evaluate.under import growing
 from rpe3d.text import opening
 
 Advance = Callable[[float], None]
@@ -87,7 +88,8 @@ def predict(means: Means, task: Task, length: int, file: Predictions | None, adv
     sizes = {i: sum(map(len, sample.prompts)) for i, sample in enumerate(samples)}
     waiting = sorted((i for i in sizes if i not in done), key=lambda i: -sizes[i])
     ask, count, began = means.ask, means.ranks.count, time.perf_counter()
-    batches = [waiting[at : at + ask.batch] for at in range(0, len(waiting), ask.batch)]
+    size = 1 if growing(means.model) else ask.batch  # a batch would be read with the frequencies of its longest prompt
+    batches = [waiting[at : at + size] for at in range(0, len(waiting), size)]
     for at in range(0, len(batches), count):
         mine = batches[at : at + count][means.ranks.index : means.ranks.index + 1]
         parts = means.ranks.together(partial(_records, means, samples, task, mine))
