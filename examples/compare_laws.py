@@ -19,7 +19,7 @@ loaded = load("default")
 settings = Settings(laws=given.laws.split(","), lengths=[given.length], windows=1, measures=["ppl"])
 results = compare(loaded.model, loaded.tokenizer, settings)
 
-print(f"{'law':10}{'perplexity':>12}{'of the tail':>12}{'seconds':>9}")
+print(f"{'law':10}{'perplexity':>12}{'its tail':>12}{'seconds':>9}")
 for row in sorted(results["rows"], key=lambda row: row["ppl"]):
     print(f"{row['law']:10}{row['ppl']:12.2f}{row['tail_ppl']:12.2f}{row['seconds']:9.1f}")
 print("One window: differences of a few hundredths are within the noise.")

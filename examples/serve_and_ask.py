@@ -22,7 +22,7 @@ server = subprocess.Popen([sys.executable, *line], stdout=subprocess.PIPE, text=
 try:
     url = server.stdout.readline().strip()  # its address, once it is ready
     if not url:
-        sys.exit("the server did not start; it has said why")
+        sys.exit("the server did not start: read its message above")
     document = "The sea is blue. " * 50 + "The passkey is 25248. " + "The grass is green. " * 50
     body = {"model": given.model, "prompt": document + "The passkey is", "max_tokens": 6, "temperature": 0}
     request = Request(f"{url}/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
