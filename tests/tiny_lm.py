@@ -32,16 +32,16 @@ def tokenizer(bos: bool = False) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>")
 
 
-def model() -> Any:
-    """A Llama of two layers and 256 positions, always the same."""
+def model(**changes: Any) -> Any:
+    """A Llama of two layers and 256 positions, always the same but for changes of its config."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(vocab_size=257, **SIZES)).eval()
+    return LlamaForCausalLM(LlamaConfig(vocab_size=257, **SIZES, **changes)).eval()
 
 
-def save(folder: Path, bos: bool = False) -> Path:
+def save(folder: Path, bos: bool = False, **changes: Any) -> Path:
     """Both as a Hugging Face folder."""
-    model().save_pretrained(folder)
+    model(**changes).save_pretrained(folder)
     tokenizer(bos).save_pretrained(folder)
     return folder

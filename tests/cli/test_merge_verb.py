@@ -7,11 +7,13 @@ import warnings
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from refusal import refusal
 
 import rpe3d
 import tiny_lm
 from rpe3d.cli import main
+from rpe3d.models.adapters import save_adapter
 from rpe3d.models.load import load
 from rpe3d.train import Settings, train
 
@@ -153,3 +155,27 @@ def test_weights_of_an_adapter_that_are_missing_or_damaged_are_said(adapter, tmp
     assert (code, problem.partition(" (")[0]) == (1, f"{file} is damaged or cut short")
     file.unlink()
     assert refusal(capsys, "merge", copied, "--out", tmp_path / "m")[:2] == (1, f"{copied} has no {file.name}")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of PEFT: tied layers, embeddings that are saved
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
+def test_an_adapter_of_embeddings_or_head_is_merged_unless_they_are_one_tensor(tmp_path, capsys, tied, target):
+    """PEFT saves the embeddings beside such an adapter. The oracle is PEFT's unmerged model."""
+    tiny_lm.save(tmp_path / "base", tie_word_embeddings=tied)
+    model = rpe3d.extend(load(str(tmp_path / "base"), device="cpu", dtype=torch.float32).model, "dca", context=1024)
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", target], task_type="CAUSAL_LM"))
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.1)
+    save_adapter(adapted, tmp_path / "adapter")
+    command = ["merge", tmp_path / "adapter", "--base", tmp_path / "base", "--out", tmp_path / "out"]
+    if tied:
+        code, problem, _ = refusal(capsys, *command)
+        assert (code, problem.endswith("which are one tensor there")) == (1, True)
+        return
+    assert main([*map(str, command), "--dtype", "float32"]) == 0
+    merged = load(str(tmp_path / "out"), device="cpu", dtype=torch.float32).model
+    ids = torch.randint(0, 250, (1, 300))
+    with torch.no_grad():
+        torch.testing.assert_close(merged(ids).logits, adapted.eval()(ids).logits, rtol=1e-4, atol=1e-4)

@@ -45,6 +45,7 @@ def _where_instead(folder: Path) -> str:
 def merge(folder: Path, base: str | None = None, *, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Loaded:
     """Merge an adapter into its base, under the adapter's law; weights are summed in float32 and rounded once."""
     from peft import PeftModel, get_peft_model_state_dict
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}", GIVE)
@@ -64,10 +65,20 @@ def merge(folder: Path, base: str | None = None, *, dtype: torch.dtype = torch.b
     check_savable(loaded.model)
     try:
         adapted = PeftModel.from_pretrained(loaded.model, str(folder))
-        if held != set(get_peft_model_state_dict(adapted, save_embedding_layers=False)):
+        # PEFT saves the base's embeddings beside an adapter of them.
+        fitting = [set(get_peft_model_state_dict(adapted, save_embedding_layers=both)) for both in (False, True)]
+        if held not in fitting:
             raise ConfigError(
                 f"the adapter does not fit {name}: its tensors are of other layers",
                 "pass the model that it was trained on to --base",
+            )
+        ends = (loaded.model.get_input_embeddings(), loaded.model.get_output_embeddings())
+        if loaded.model.config.get_text_config().tie_word_embeddings and any(
+            isinstance(x, BaseTunerLayer) for x in ends
+        ):
+            raise ConfigError(
+                f"the adapter changes the embeddings or the head of {name}, which are one tensor there",
+                "load it unmerged (`rpe3d.models.adapters.load_adapter`): merging would change both",
             )
         merged = adapted.merge_and_unload()
     except RuntimeError as error:  # torch's, of weights that have other shapes
