@@ -186,3 +186,22 @@ def test_longrope_numbers_are_those_of_transformers(given):
     torch.testing.assert_close(law.frequencies().float(), table)
     assert law.attention_scaling == pytest.approx(scaling)
     assert rpe3d.make_law(**law.to_dict()) == law
+
+
+@pytest.mark.parametrize(("spread", "accepted"), [(0.0, True), (0.03, False)])
+def test_a_norm_after_the_rotation_is_refused_unless_it_commutes_with_it(spread, accepted):
+    """HunYuan norms rotated queries and keys: with equal weights that is a rotation still, with others it is not."""
+    from transformers import AutoModelForCausalLM, HunYuanDenseV1Config
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = HunYuanDenseV1Config(**sizes, head_dim=16, vocab_size=97, max_position_embeddings=64, pad_token_id=0)
+    model = AutoModelForCausalLM.from_config(config)
+    for name, weight in model.named_parameters():
+        if "_layernorm" in name and name.split(".")[-2] in ("query_layernorm", "key_layernorm"):
+            torch.nn.init.normal_(weight, 1.0, spread)
+    if accepted:
+        assert rpe3d.extend(model, context=512) is model
+    else:
+        with pytest.raises(ConfigError, match="none that a law knows"):
+            rpe3d.extend(model, context=512)

@@ -162,6 +162,9 @@ def build(name: str, ids: Tensor) -> Any:
             for name_of, parameter in built.named_parameters():
                 if not name_of.endswith("bias") and not parameter.any():  # a scale that is learned from 0
                     torch.nn.init.ones_(parameter)
+                if parameter.ndim == 1:  # as after training: a norm's weights, of which a rotation may come before
+                    with torch.no_grad():
+                        parameter.mul_(1 + 0.3 * torch.randn_like(parameter))
             stock = logits(built, ids)
             if not stock.isfinite().all():
                 raise ValueError("its logits are not finite")

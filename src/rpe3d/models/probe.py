@@ -33,7 +33,8 @@ OVERFLOW = "they overflow, although all of its weights are finite"
 MEND = "copy or convert the weights again; float16 overflows where bfloat16 does not"
 _one_at_a_time = threading.RLock()
 """Threads that probe models at the same time would send their layers to whichever registered last."""
-CLOSE = 0.05  # relative: half-precision rounding is a tenth of it, a wrong pairing ten times it
+CLOSE = 1e-3  # relative, in float32; a wrong pairing is off by 0.5
+ROUNDINGS = 6.4  # in half precision: nine times the error of the families that are supported, 0.05 in bfloat16
 
 
 @dataclass(frozen=True)
@@ -169,6 +170,7 @@ def _switch(config: Any) -> int:
 
 def _head(at_zero: Tensor, at_position: Tensor, angles: Tensor) -> Head | None:
     """Return how a vector was rotated by these angles; None if in no way that a law supports."""
+    close = max(CLOSE, ROUNDINGS * torch.finfo(at_zero.dtype).eps)
     vector, truth = at_zero.double().cpu(), at_position.double().cpu()
     n, d = angles.numel(), vector.shape[-1]
     if 2 * n > d:
@@ -177,7 +179,7 @@ def _head(at_zero: Tensor, at_position: Tensor, angles: Tensor) -> Head | None:
     for interleaved, pieces in _heads(n, d):
         before, after = (torch.cat([x[..., a:b] for a, b in pieces], -1) for x in (vector, truth))
         turned, _ = rotate(before, None, cos, sin, interleaved=interleaved, impl="reference")
-        if (turned - after).norm() <= CLOSE * (before - after).norm():
+        if (turned - after).norm() <= close * (before - after).norm():
             return Head(interleaved, () if pieces == [(0, d)] else tuple(pieces))
     return None
 
