@@ -11,7 +11,8 @@ order, as soon as they may and the GPU has the memory free, which nvidia-smi say
 While a job of speed runs, all of quality are halted (SIGSTOP); with `alone` only from the line on that matches for the
 last time, so that its engines start and its checks run beside them. Files DIR/add/*.json bring further jobs; one that
 is wrong is called *.refused. Output goes to DIR/NAME.log, and what runs, has ended or waits to DIR/status.txt, every
-second. What a job leaves behind ends with it, and all jobs end with an interrupt or the terminal.
+second. What a job leaves behind ends with it, and all jobs end with an interrupt or the terminal. A job's processes are
+known by a mark in their environment, since engines and servers run in sessions of their own.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ SPARE = 2.0
 """GiB that stay free: programs need some before they say so."""
 SETTLED = 20.0
 """Seconds until what a program takes can be seen; until then what it said counts."""
+MARK = "RPE3D_JOB"
+"""Environment variable by which the processes of a job are found."""
 
 
 @dataclass(kw_only=True)
@@ -63,11 +66,40 @@ class Job:
     def runs(self) -> bool:
         return self.process is not None and self.ended is None
 
+    @property
+    def mark(self) -> str:
+        return f"{os.getpid()}:{self.name}"
+
+    def begin(self, log: Path) -> None:
+        """Start the command. `SPT_NOENV` keeps vLLM's processes, which name themselves, from writing over the mark."""
+        environment = os.environ | {MARK: self.mark, "SPT_NOENV": "1"}
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                ["bash", "-c", self.command],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=environment,
+            )
+
     def signal(self, number: int) -> None:
-        """Send a signal to the job and all that it started."""
-        assert self.process is not None
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)
+        """Send a signal to every process that the job started, also those that these start meanwhile."""
+        reached: set[int] = set()
+        while new := marked(self.mark) - reached:
+            for process in new:
+                with suppress(ProcessLookupError):
+                    os.kill(process, number)
+            reached |= new
+
+
+def marked(mark: str) -> set[int]:
+    """Return the numbers of the processes whose environment has the mark of a job."""
+    line, found = f"{MARK}={mark}".encode(), set()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # it has ended, or is somebody else's
+            if line in path.read_bytes().split(b"\0"):
+                found.add(int(path.parent.name))
+    return found
 
 
 def read_jobs(path: Path, others: Collection[str] = ()) -> list[Job]:
@@ -173,10 +205,7 @@ class Several:
             if not self._waits(job) or not ready or (job.kind == "speed" and measuring):
                 continue
             if job.memory <= room:
-                with (self.out / f"{job.name}.log").open("wb") as log:
-                    job.process = subprocess.Popen(
-                        ["bash", "-c", job.command], stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-                    )
+                job.begin(self.out / f"{job.name}.log")
                 job.begun = self.now
                 measuring |= job.kind == "speed"
             if job.runs or job.kind == "speed":

@@ -18,7 +18,7 @@ sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "be
 pytestmark = pytest.mark.skipif(not HERE, reason="there is no GPU, or no vLLM")
 
 PLAN, EDGE = "graphs", 192
-OPTIONS = ("dtype=float16", "max-num-seqs=32", "kv-cache-memory-bytes=268435456", "gpu-memory-utilization=0.15")
+OPTIONS = ("dtype=float16", "max-num-seqs=32", "kv-cache-memory-bytes=268435456", "gpu-memory-utilization=0.05")
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant: "
 WORDS = "The quick brown fox jumps over the lazy dog. "
 

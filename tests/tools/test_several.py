@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -185,3 +186,24 @@ def test_the_lists_that_ship_are_commands_that_exist(path):
         else:
             assert first == "make"
             assert re.search(rf"^{words[0]}:", (BENCHMARKS.parent / "Makefile").read_text(), flags=re.M)
+
+
+def test_processes_in_sessions_of_their_own_are_halted_and_ended_with_their_job(tmp_path):
+    """As vLLM's engines, which servers and tests start in a new session."""
+    jobs = [
+        Job(name="q", command=f"setsid bash -c '{TICKS}; sleep 60' & sleep 60", memory=1),
+        Job(name="s", command="sleep 0.3; echo alone; sleep 0.6", memory=1, kind="speed", alone="^alone"),
+    ]
+    made = Several(jobs, tmp_path)
+    until = time.monotonic() + 20
+    while jobs[1].ended is None and time.monotonic() < until:
+        made.turn()
+        time.sleep(0.02)
+    over = time.time()
+    while len(ticks := (tmp_path / "q.log").read_text().split()) < 8 and time.monotonic() < until:
+        made.turn()
+        time.sleep(0.02)
+    made.stop()
+    assert max(b - a for a, b in pairwise(map(float, ticks))) > 0.5
+    assert float(ticks[-1]) > over
+    assert several.marked(jobs[0].mark) == set()
