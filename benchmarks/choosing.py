@@ -15,7 +15,8 @@ faded`, which is the law itself; their standard error is over texts, or passkeys
 every text, and keeps rows of other lengths and ways. Beside it, choosing-<model>-windows.csv has the numbers of each
 text and passkey: the same command at the same commit resumes after them. At the end, the differences to the way that
 ships are shown with 95 % intervals. `--only published` measures that way and the published ones, `--only rests` those
-that also see something of the blocks that they do not choose.
+that also see something of the blocks that they do not choose, `--only full` those that see all far keys in some layers
+of SmolLM2.
 
 `far_nats` is the mean loss of the key tokens of the text probes, by the rule of LongPPL (arXiv 2410.23771): those that
 near keys alone (and the first block) make less likely than the whole text does by more than 2 nats, and that the whole
@@ -58,6 +59,7 @@ from stamp import COLUMNS, stamp
 from ways import (
     ALL,
     FINDERS,
+    FULL,
     NEAR,
     PUBLISHED,
     RESTS,
@@ -274,7 +276,7 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(WAYS), help="ways to measure, with commas between; default all")
     parser.add_argument("--text-tokens", type=size, default=TEXT, help="tokens of the text probe; default %(default)s")
     given = parser.parse_args()
-    sets = {"published": (SHIPS, *PUBLISHED), "rests": RESTS}
+    sets = {"published": (SHIPS, *PUBLISHED), "rests": RESTS, "full": FULL}
     names = [way.name for way in sets[given.only]] if given.only in sets else given.only.split(",")
     chosen = {ALL.name: ALL} | {name: WAYS[choice("way", name, WAYS)] for name in names}
     if not given.text and given.passkeys < 1:

@@ -21,7 +21,7 @@ from rpe3d.config import ConfigError
 from rpe3d.geometry import Law
 from rpe3d.geometry.region import Choice, Turn
 from rpe3d.rotation import cos_sin, rotate
-from ways import SUMMARIES, Way, nsa, odd, representatives, spans, votes_for_keys
+from ways import ALL, SUMMARIES, Way, nsa, odd, representatives, spans, votes_for_keys
 
 PIECE = 16384  # tokens of the prefix in one forward
 TILE = 512  # queries of one mask
@@ -102,7 +102,8 @@ class Study:
             out, log = attention(q, k, v, self.law, rotated=True, scale=scaling)
         else:  # in float32: scores reach 35 000 in Qwen2.5's first layer, where bfloat16 would be 256 apart
             received = self.received.get(layer.layer_idx)
-            found, total = self.look(self.way, grouped, k[0].float(), v[0].float(), received)
+            way = ALL if layer.layer_idx in self.way.full else self.way
+            found, total = self.look(way, grouped, k[0].float(), v[0].float(), received)
             out, log = found.flatten(0, 1)[None].to(q.dtype), total.flatten(0, 1)[None]
         if self.reading and self.watched:
             self.watch(layer.layer_idx, grouped, k[0].float(), log[0].float().unflatten(0, (k.shape[1], -1)))

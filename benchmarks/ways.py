@@ -3,6 +3,7 @@
 Four are published: Quest (`bounds`), NSA, InfLLM (`representatives`) and ReAttention (`spans`). `PUBLISHED` gives each
 the number of far keys, the first keys and the positions of the way that ships, so that they differ in the choice alone.
 `RESTS` choose as the way that ships does, and let a query see something of the far blocks that it did not choose, too.
+`FULL` choose as the way that ships does, but in a few layers queries see all far keys, faded.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class Way:
     rest: str = ""  # of PARTS: what is seen of far blocks that are not chosen; `""`: nothing
     plus: float = 0.0  # added to the scores of the rest
     sharp: float | None = None  # the rest fades as the law has it, with this much of its focus; None: it does not
+    full: tuple[int, ...] = ()  # layers in which all far keys are seen, faded
 
     @property
     def name(self) -> str:
@@ -70,6 +72,7 @@ class Way:
             f"rest {self.rest}": self.rest,
             f"plus {self.plus:g}": self.plus,
             f"rest faded x{self.sharp or 0:g}": self.sharp is not None,
+            f"full {'-'.join(map(str, self.full))}": self.full,
         }
         first = f"{self.summary if self.keys else 'first'} of {self.block}" if self.summary else "all keys"
         return " + ".join([first, *(text for text, true in said.items() if true)])
@@ -97,12 +100,13 @@ RESTS = (
     replace(SHIPS, rest="middle"),
     *(replace(SHIPS, rest="odd", plus=plus) for plus in (0.0, -2.0)),
 )
+FULL = (NEAR, Way(), SHIPS, replace(SHIPS, full=(18,)), replace(SHIPS, full=(18, 19, 20)))
 
 
 def ways() -> dict[str, Way]:
     """Return every way that taught something, by its name."""
     made = [Way(faded=True), Way(), NEAR]
-    made += [*RESTS, *PUBLISHED, *(Way(summary=summary) for summary in SUMMARIES)]
+    made += [*RESTS, *FULL, *PUBLISHED, *(Way(summary=summary) for summary in SUMMARIES)]
     made += [Way(summary="mean", block=block) for block in (8, 16, 64)]
     made += [Way(summary="sub4", block=block) for block in (16, 64)]
     made += [Way(summary="max", block=block) for block in (16, 64, 128)]
