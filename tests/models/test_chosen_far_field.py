@@ -14,6 +14,7 @@ from rpe3d.models import positions
 from tiny_models import make
 
 LAW = {"chunk": 8, "window": 16, "reach": 48, "far": 3, "block": 4}
+PADDING = [("before", True), ("before, skipped", True), ("within", False)]
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +77,13 @@ def test_padding_beams_and_static_caches(model, ids):
         assert torch.equal(model.generate(both[0], **plain), uncached)
 
 
+def test_padding_that_a_model_counts_changes_no_choice(model, ids):
+    """Its vectors are rotated by the slots' numbers, and a choice rounds them without positions: those of the text."""
+    padded, mask = (torch.nn.functional.pad(x, (13, 0)) for x in (ids, torch.ones_like(ids)))
+    found = whole(model, padded, attention_mask=mask)[:, 13:]
+    torch.testing.assert_close(found, whole(model, ids), rtol=0, atol=1e-3)  # tables of cos and sin are float32
+
+
 def test_a_prompt_within_the_window_is_the_stock_model(model, ids):
     stock = make("llama").double()
     torch.testing.assert_close(whole(model, ids[:, :24]), whole(stock, ids[:, :24]), rtol=0, atol=1e-12)
@@ -83,30 +91,36 @@ def test_a_prompt_within_the_window_is_the_stock_model(model, ids):
 
 @pytest.fixture
 def padded_step():
-    """A law that chooses, and a step of two rows of 80 slots, the second with 9 of padding; positions in both ways."""
+    """A law that chooses, and steps of two rows of 80 slots, the second with 9 of padding: its mask and positions."""
     law = make_law("3d-rpe", pretrained=64, context=512, head_dim=32, chunk=32, window=32, reach=64, far=3, block=16)
-    mask = torch.ones(2, 80, dtype=torch.bool)
-    mask[1, :9] = False
-    code = positions.layer_mask(mask, 2, 1, 80, 79, mask.device)
     by_slot = torch.full((2, 1), 79)
-    return law, code, {"slot": by_slot, "token": by_slot - torch.tensor([[0], [9]])}
+    by_token = by_slot - torch.tensor([[0], [9]])
+
+    def coded(padding):
+        mask = torch.ones(2, 80, dtype=torch.bool)
+        mask[1, padding] = False
+        return positions.layer_mask(mask, 2, 1, 80, 79, mask.device)
+
+    left, within = coded(slice(9)), coded(slice(30, 39))
+    return law, {"before": (left, by_slot), "before, skipped": (left, by_token), "within": (within, by_slot)}
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-@pytest.mark.parametrize(("count", "runs"), [("slot", False), ("token", True)])
-def test_kernels_of_a_step_take_only_tokens_that_stand_at_0_and_on(padded_step, count, runs):
-    """They know no padding but what lies before position 0: with positions by slot they would attend to it."""
-    law, code, ids = padded_step
-    where = positions._layout(2, 1, 80, code, ids[count])
+@pytest.mark.parametrize(("padding", "runs"), PADDING)
+def test_kernels_of_a_step_take_only_tokens_that_stand_at_0_and_on(padded_step, padding, runs):
+    """They know no padding but what lies before position 0, where a text after padding is placed however it counts."""
+    law, steps = padded_step
+    code, ids = steps[padding]
+    where = positions._layout(2, 1, 80, code, ids)
     q, k = torch.randn(2, 4, 1, 32), torch.randn(2, 2, 80, 32)
     problem = check(*where.gathered(q, k, k), law, **where.arguments)
     assert (decode.step_refusal(problem) is None) == runs
 
 
-@pytest.mark.parametrize(("count", "sound"), [("slot", False), ("token", True)])
-def test_a_graph_that_cannot_refuse_such_padding_gives_nan(padded_step, count, sound):
-    _, code, ids = padded_step
-    where = positions._in_a_graph(80, code[:, 0, 0], ids[count])
+@pytest.mark.parametrize(("padding", "sound"), PADDING)
+def test_a_graph_that_cannot_refuse_such_padding_gives_nan(padded_step, padding, sound):
+    code, ids = padded_step[1][padding]
+    where = positions._in_a_graph(80, code[:, 0, 0], ids)
     out = torch.zeros(2, 4, 1, 32)
     assert where.returned(out).isfinite().all()
     assert where.returned(out, chosen=True).isfinite().all() == sound

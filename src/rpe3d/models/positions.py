@@ -8,7 +8,7 @@ Positions that count in neither way, or that are ambiguous, are refused.
 
 A text whose first token has the number of its slot as its position is left-padded and counted by a model that got no
 position ids. Scores under RoPE do not depend on where a text begins, so its tokens are placed as they are alone: from
-position 0 on.
+position 0 on. Position ids that happen to be the numbers of slots cannot be told from these, and mean the same.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ from rpe3d.attention import Shared
 from rpe3d.attention.decode import MOST_QUERIES
 from rpe3d.attention.problem import Placed, Run
 from rpe3d.config import ConfigError
+from rpe3d.geometry import Law
+from rpe3d.geometry.region import STOCK
+from rpe3d.rotation import cos_sin, rotate
 
 TOKEN, HERE = 1, 2
 """Bits of the layers' mask, one byte per slot: the slot holds a token; the slot belongs to this forward pass."""
@@ -75,6 +78,9 @@ class Layout:
     """Position after the last token; None in a graph."""
     sound: Tensor | None = None
     """In a graph, which cannot refuse: whether the keys are where `keys` says. If False, the output is NaN."""
+    moved: Int[Tensor, " b"] | None = None
+    """Number of positions by which each row is placed earlier than its vectors were rotated; None if none is, and in a
+    graph."""
     from_zero: Tensor | None = None
     """In a graph: whether the tokens of every row are at 0, 1, 2 ..., as a choice of keys requires."""
     shared: Shared | None = None
@@ -98,6 +104,18 @@ class Layout:
         elif self.keys_used < key.shape[2]:
             key, value = key[:, :, : self.keys_used], value[:, :, : self.keys_used]
         return query if self.query_slots is None else _picked(query, self.query_slots), key, value
+
+    def turned_back(self, x: Tensor, law: Law) -> Tensor:
+        """Rotate vectors [b, h, n, d] from the positions that they were given to those where they are placed.
+
+        Scores need no such rotation, but a choice of keys rounds vectors without their positions.
+        """
+        if self.moved is None:
+            return x
+        theta = law.kept(("frequencies", x.device), lambda: law.frequencies().to(x.device))
+        angles = -STOCK.angle(self.moved[:, None].expand(-1, x.shape[2]), theta)
+        cos, sin = cos_sin(angles, dtype=torch.promote_types(x.dtype, torch.float32))
+        return rotate(x, None, cos, sin, interleaved=law.rotary.interleaved)[0]
 
     def returned(self, out: Tensor, chosen: bool = False) -> Tensor:
         """Return the output in the order of the given queries; `chosen` is for a law that chooses far keys."""
@@ -388,8 +406,9 @@ def _arranged(b: int, mask: Tensor | None, positions: Tensor, rows: list[Row]) -
         tokens, here, positions = (
             x.gather(1, i) for x, i in ((tokens, key_slots), (here, query_slots), (positions, query_slots))
         )
-    if any(moved := [x.moved for x in rows]):
-        positions = (positions - torch.tensor(moved, device=device)[:, None]).clamp(min=0)
+    moved = torch.tensor([x.moved for x in rows], device=device) if any(x.moved for x in rows) else None
+    if moved is not None:
+        positions = (positions - moved[:, None]).clamp(min=0)
     starts = torch.tensor([x.start for x in rows], device=device)
     keys = (starts[:, None] + torch.arange(tokens.shape[1], device=device)).clamp(min=0)
     result = Layout(
@@ -401,6 +420,7 @@ def _arranged(b: int, mask: Tensor | None, positions: Tensor, rows: list[Row]) -
         query_slots,
         key_slots,
         end=max((run[1].stop for row in rows if (run := row.key_run()) is not None), default=None),
+        moved=moved,
     )
     return replace(result, shared=Shared(**result.arguments))
 

@@ -184,6 +184,8 @@ def attend(
     query, key, value = where.gathered(query, key, value)
     if held.pieces:
         query, key = held.arranged(query), held.arranged(key)
+    if law.chooses:
+        query, key = where.turned_back(query, law), where.turned_back(key, law)
     if where.shared is None:
         out, _ = attention(query, key, value, law, scale=scaling, softcap=softcap, sinks=s_aux, **where.arguments)
     else:
