@@ -51,7 +51,14 @@ def test_what_a_checkpoint_carries_is_named_with_the_command_that_uses_it(tmp_pa
     assert told["pretrained context"] == "64"
 
 
-@pytest.mark.parametrize(("own", "chosen"), [({}, ""), ({"far": 4, "block": 8}, ", far keys chosen: 4 blocks of 8")])
+@pytest.mark.parametrize(
+    ("own", "chosen"),
+    [
+        ({}, ""),
+        ({"far": 4, "block": 8}, ", far keys chosen: 4 blocks of 8"),
+        ({"far": 4, "block": 8, "full": 1}, ", far keys chosen: 4 blocks of 8, all of them in layer 1"),
+    ],
+)
 def test_a_chosen_far_field_is_told_with_the_law(own, chosen, tmp_path):
     """costs.md says that doctor tells what runs: a reviewer's checkpoint under far=4 read like one that sees all."""
     model = extend(make(max_position_embeddings=64), "3d-rpe", context=512, chunk=8, window=16, reach=48, **own)

@@ -90,7 +90,9 @@ def test_a_law_survives_json(name):
 def test_a_law_describes_itself(name):
     info = laws()[name]
     assert info.description
-    later = {"3d-rpe": {"far", "block", "first", "decay"}, "dca": {"attention_factor", "growth"}}.get(name, set())
+    later = {"3d-rpe": {"far", "block", "first", "decay", "full"}, "dca": {"attention_factor", "growth"}}.get(
+        name, set()
+    )
     assert set(info.parameters) - set(example(name).to_dict()) == later
     assert all(info.parameters.values())
 

@@ -14,8 +14,8 @@ from rpe3d.serve.checks import check_engine, check_model, check_told
 from rpe3d.serve.versions import version_refusal
 
 
-def law(name="3d-rpe"):
-    return make_law(name, pretrained=64, context=512, head_dim=32)
+def law(name="3d-rpe", **own):
+    return make_law(name, pretrained=64, context=512, head_dim=32, **own)
 
 
 def config(made=None, model_type="llama", **more):
@@ -88,6 +88,7 @@ def test_versions(version, fine, on_gpu):
         (by_layer_type(sliding=config().rope_parameters), "layers of several types carry laws"),
         (config(is_causal=False), "type 'llama'"),
         (config(law("dynamic")), "dynamic changes its frequencies"),
+        (config(law(far=2, full=1)), "full layers is not served yet"),
         (SimpleNamespace(model_type="llama", rope_parameters={"rope_type": "default"}), "carries no law"),
     ],
 )

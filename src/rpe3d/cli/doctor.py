@@ -130,6 +130,8 @@ def _described(law: Law) -> str:
     told = f"{law.name}, {law.pretrained} to {law.context} positions"
     for choice in (region.choice for region in law.regions if region.choice is not None):
         told += f", far keys chosen: {choice.most} block{'s' * (choice.most > 1)} of {choice.size}"
+    if law.layers:
+        told += f", all of them in layer{'s' * (len(law.layers) > 1)} {', '.join(map(str, law.layers))}"
     return told
 
 

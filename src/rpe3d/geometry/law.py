@@ -160,6 +160,11 @@ class Law(ABC):
         """Whether a model under this law is the pretrained model itself, at any length."""
         return self.keeps_frequencies and self.keeps_scaling and self.single_turn == STOCK
 
+    @property
+    def layers(self) -> Mapping[int, Law]:
+        """Layers of a model, counted from 0, that have another law than this one; none for most laws."""
+        return {}
+
     @cached_property
     def chooses(self) -> bool:
         """Whether in some region a query attends only to the keys that it chooses."""

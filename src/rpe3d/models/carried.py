@@ -26,15 +26,16 @@ class Carried(dict[str, Any]):
         self.unrotated = frozenset(parameters.get("unrotated_layers", ()))
         self.pieces = tuple((first, end) for first, end in parameters.get("head_pieces", ()))
         self.notes = bool(parameters.get("positions_noted", False))
-        self.still = self.law
-        """Law of the layers without rotation: it never rotates."""
+        self.others: dict[int | None, Law] = dict(self.law.layers.items())
+        """Laws of the layers that have another one; layers without rotation have one that never rotates."""
         if self.unrotated:
             own = self.law
-            self.still = make_law("rope", pretrained=own.pretrained, context=own.context, head_dim=own.rotary.head_dim)
+            still = make_law("rope", pretrained=own.pretrained, context=own.context, head_dim=own.rotary.head_dim)
+            self.others |= dict.fromkeys(self.unrotated, still)
 
     def law_at(self, layer: int | None) -> Law:
         """Return the law of a layer."""
-        return self.still if layer in self.unrotated else self.law
+        return self.others.get(layer, self.law)
 
     def arranged(self, x: Tensor) -> Tensor:
         """Return vectors with their dimensions in the order that a law expects: rotated pairs first, as in Llama."""

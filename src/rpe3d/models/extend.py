@@ -70,6 +70,7 @@ def extend(model: Model, law: Law | str | Path = DEFAULT, *, context: int | None
     if isinstance(law, str | Path):
         asked = as_the_checkpoint_has_it(model, read_law(law) if isinstance(law, Path) else parse_law(law))
     made = _law_for(read.facts, asked, context, parameters)
+    _check_layers(made, text_config(model), found)
     stock = read.stock or _stock(text_config(model), found.rotaries)
     register()
     tables = [_kept(rotary) for rotary in found.rotaries]
@@ -275,6 +276,19 @@ def _law_for(facts: dict[str, Any], law: Law | LawSpec, context: int | None, par
                 f"make it for this model: rpe3d.extend(model, {law.name!r}, context={law.context}, ...)",
             )
     return law
+
+
+def _check_layers(law: Law, config: Any, found: Findings) -> None:
+    """Refuse a law with other laws for layers that the model lacks, or that no law reaches."""
+    count, kinds, own = config.num_hidden_layers, getattr(config, "layer_types", None) or (), kind_of(config)
+    for layer in law.layers:
+        if layer >= count:
+            raise ConfigError(f"the law names layer {layer}, but the model has layers 0 to {count - 1}", "correct full")
+        if layer in found.unrotated or (own in kinds and kinds[layer] != own):
+            reach = [str(n) for n in range(count) if n not in found.unrotated and (own not in kinds or kinds[n] == own)]
+            raise ConfigError(
+                f"the law names layer {layer}, which keeps its own attention", f"choose from {', '.join(reach)}"
+            )
 
 
 def _stock(config: Any, rotaries: tuple[Any, ...]) -> Stock:

@@ -26,6 +26,13 @@ def family_refusal(model_type: str) -> ConfigError:
     )
 
 
+def layers_refusal() -> ConfigError:
+    return ConfigError(
+        "a law with full layers is not served yet: vLLM's layers all have one law",
+        "leave full out, or answer with `rpe3d generate`",
+    )
+
+
 def config_law(config: Any) -> Law | None:
     """Return the law that a Hugging Face config carries; None without one."""
     held = carried(config)
@@ -53,6 +60,8 @@ def check_model(config: Any) -> Law:
             f"a model with a sliding window ({config.sliding_window} tokens) is not served under a law",
             "set sliding_window to null in its config.json to let it see the whole text",
         )
+    if law.layers:
+        raise layers_refusal()
     if law.grows:
         raise ConfigError(
             f"{law.name} changes its frequencies as a text grows, but cached keys keep the old ones",

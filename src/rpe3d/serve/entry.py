@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from rpe3d.serve.checks import FAMILIES, family_refusal
+from rpe3d.geometry import parse_law
+from rpe3d.serve.checks import FAMILIES, family_refusal, layers_refusal
 
 
 def law_entry(config: Any, law: str, context: int, parameters: dict[str, Any]) -> dict[str, Any]:
@@ -14,6 +15,8 @@ def law_entry(config: Any, law: str, context: int, parameters: dict[str, Any]) -
 
     from rpe3d.models import extend
 
+    if {**parse_law(law).parameters, **parameters}.get("full"):
+        raise layers_refusal()
     if config.model_type not in FAMILIES:
         raise family_refusal(config.model_type)
     small = copy.deepcopy(config)

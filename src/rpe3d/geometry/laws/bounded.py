@@ -4,15 +4,15 @@
 
 for a query at offset m of chunk i and a key at offset n of chunk j. Departs from the paper: the second coordinate is a
 bounded position instead of the phase φ, so a pair within the window w is exact RoPE, and no pair is shown a relative
-position of R or more. Far keys of a query beyond R fade (`Fade`), or only some of them are seen (`Choice`); the paper
-has neither.
+position of R or more. Far keys of a query beyond R fade (`Fade`), or only some of them are seen (`Choice`) except in
+the layers named by `full`; the paper has neither.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from rpe3d.config import ConfigError, real, whole
@@ -61,6 +61,13 @@ class Bounded(Law):
         "with far: weight of a recent key in the search, relative to the next; default 0.9. Lower finds names, higher "
         "finds passages",
         later=True,
+    )
+    full: tuple[int, ...] = parameter(
+        None,
+        "with far: layers of the model in which a query sees all far keys, faded by focus and fade (2 and 1/8 if both "
+        "are 0), e.g. 18-19-20; default none",
+        later=True,
+        unsaid=(),
     )
 
     def check(self) -> dict[str, Any]:
@@ -114,16 +121,18 @@ class Bounded(Law):
         if first is not None:
             first = whole("first", first, least=0)
         decay = real("decay", self.decay, most=1.0, above=True)
+        full = _layers(self.full)
         if not far:
-            for name, value in {"block": block, "first": first, "decay": None if decay == DECAY else decay}.items():
+            own_decay = None if decay == DECAY else decay
+            for name, value in {"block": block, "first": first, "decay": own_decay, "full": full or None}.items():
                 if value is not None and self.far is None:
                     raise ConfigError(
                         f"{name} is {value}, but far is not given, so a query does not choose its far keys",
                         f"give far as well, e.g. far=64, or leave {name} out",
                     )
-            block, first, decay = None, None, DECAY  # far=0 turns the choice off, and its parameters with it
+            block, first, decay, full = None, None, DECAY, ()  # far=0 turns the choice off, and its parameters with it
         own = {"chunk": chunk, "window": window, "reach": reach, **weights, "sinks": sinks}
-        return {**own, "far": far, "block": block, "first": first, "decay": decay}
+        return {**own, "far": far, "block": block, "first": first, "decay": decay, "full": full}
 
     @classmethod
     def as_saved(cls, own: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,7 +142,7 @@ class Bounded(Law):
         Parameters without effect, such as `block` without `far`, were once accepted and are dropped.
         """
         saved = {"focus": 0.0, "fade": 0.0, **({"first": 0} if own.get("far") else {}), **own}
-        idle = ["block", "first", "decay"]
+        idle = ["block", "first", "decay", "full"]
         if saved.get("far"):
             idle = [] if saved["focus"] or saved["fade"] else ["sinks"]
         return {name: value for name, value in saved.items() if name not in idle}
@@ -146,6 +155,13 @@ class Bounded(Law):
         if self.far and self.block:
             choice = Choice(most=self.far, size=self.block, first=self.first or 0, decay=self.decay)
         return bounded_regions(self.chunk, self.near_chunks, self.slope, fade, self.sinks, choice)
+
+    @property
+    def layers(self) -> dict[int, Law]:
+        if not self.full:
+            return {}
+        focus, fade = (self.focus, self.fade) if self.focus or self.fade else (FOCUS, FADE)
+        return dict.fromkeys(self.full, replace(self, far=0, focus=focus, fade=fade))
 
     @property
     def near_chunks(self) -> int:
@@ -164,6 +180,20 @@ class Bounded(Law):
     @property
     def chunk_in_use(self) -> int:
         return self.chunk
+
+
+def _layers(given: Any) -> tuple[int, ...]:
+    """Parse numbers of layers, from a sequence, a number, or text such as 18-19-20."""
+    hint = "pass the numbers of layers, from 0 on, e.g. 18-19-20"
+    try:
+        items = given.split("-") if isinstance(given, str) else [given] if isinstance(given, int) else list(given or ())
+        numbers = [int(item) if isinstance(item, str) else item for item in items]
+    except (TypeError, ValueError):
+        raise ConfigError(f"full is {given!r}, which is not a list of layers", hint) from None
+    layers = [whole("full", number, least=0) for number in numbers]
+    if len({*layers}) < len(layers):
+        raise ConfigError(f"full names a layer twice: {given!r}", hint)
+    return tuple(sorted(layers))
 
 
 def bounded_regions(
