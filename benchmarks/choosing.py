@@ -15,8 +15,8 @@ faded`, which is the law itself; their standard error is over texts, or passkeys
 every text, and keeps rows of other lengths and ways. Beside it, choosing-<model>-windows.csv has the numbers of each
 text and passkey: the same command at the same commit resumes after them. At the end, the differences to the way that
 ships are shown with 95 % intervals. `--only published` measures that way and the published ones, `--only rests` those
-that also see something of the blocks that they do not choose, `--only full` those that see all far keys in some layers
-of SmolLM2.
+that also see something of the blocks that they do not choose, `--only full` those that see all far keys in the layers
+18 to 20 of SmolLM2, and `--only layers` finds such layers of a model, three at a time.
 
 `far_nats` is the mean loss of the key tokens of the text probes, by the rule of LongPPL (arXiv 2410.23771): those that
 near keys alone (and the first block) make less likely than the whole text does by more than 2 nats, and that the whole
@@ -66,6 +66,7 @@ from ways import (
     SHIPS,
     WAYS,
     Way,
+    by_layers,
 )
 
 TEXT, COPY, SHOWN = 512, 160, 24  # tokens of text, of a passage, and of a passage before its nats count
@@ -277,13 +278,18 @@ def main() -> None:
     parser.add_argument("--text-tokens", type=size, default=TEXT, help="tokens of the text probe; default %(default)s")
     given = parser.parse_args()
     sets = {"published": (SHIPS, *PUBLISHED), "rests": RESTS, "full": FULL}
-    names = [way.name for way in sets[given.only]] if given.only in sets else given.only.split(",")
-    chosen = {ALL.name: ALL} | {name: WAYS[choice("way", name, WAYS)] for name in names}
+    if given.only in ("layers", *sets):
+        picked = sets.get(given.only, ())
+    else:
+        picked = tuple(WAYS[choice("way", name, WAYS)] for name in given.only.split(","))
     if not given.text and given.passkeys < 1:
         raise ConfigError("there is nothing to read", "give --text or --passkeys")
     texts = read_texts(given.text) if given.text else []
     loaded = load(given.model, dtype=getattr(torch, given.dtype) if given.dtype else None)
     model: Any = loaded.model
+    if given.only == "layers":
+        picked = by_layers(model.config.num_hidden_layers)
+    chosen = {way.name: way for way in (ALL, *picked)}
     name = Path(loaded.source).name.removesuffix(".gguf")
     shape = facts(model)
     law: Any = make_law("3d-rpe", context=max(shape["pretrained"], given.length + TEXT + given.text_tokens), **shape)

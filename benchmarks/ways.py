@@ -103,10 +103,16 @@ RESTS = (
 FULL = (NEAR, Way(), SHIPS, replace(SHIPS, full=(18,)), replace(SHIPS, full=(18, 19, 20)))
 
 
+def by_layers(count: int) -> tuple[Way, ...]:
+    """Return the way that ships with all far keys in three neighbouring layers, for all layers of a model."""
+    groups = [tuple(range(first, min(first + 3, count))) for first in range(0, count, 3)]
+    return (NEAR, Way(), SHIPS, *(replace(SHIPS, full=group) for group in groups))
+
+
 def ways() -> dict[str, Way]:
     """Return every way that taught something, by its name."""
     made = [Way(faded=True), Way(), NEAR]
-    made += [*RESTS, *FULL, *PUBLISHED, *(Way(summary=summary) for summary in SUMMARIES)]
+    made += [*RESTS, *PUBLISHED, *(Way(summary=summary) for summary in SUMMARIES)]
     made += [Way(summary="mean", block=block) for block in (8, 16, 64)]
     made += [Way(summary="sub4", block=block) for block in (16, 64)]
     made += [Way(summary="max", block=block) for block in (16, 64, 128)]

@@ -122,6 +122,20 @@ def test_a_prefix_read_under_a_way_is_read_as_the_law_reads_it(choosing, law, st
         torch.testing.assert_close(each, want, rtol=1e-4, atol=1e-4)
 
 
+def test_a_way_with_a_full_layer_is_the_law_with_one(choosing):
+    """Both read the prefix themselves; the oracle is the extended model."""
+    own = {"chunk": 128, "window": 128, "reach": 512}
+    study = choosing.Study(tiny(512), make_law("3d-rpe", context=2048, **own, **facts(tiny(512))))
+    way = replace(choosing.SHIPS, full=(1,))
+    study.read(drawn(1, PREFIX), way)
+    model = extend(tiny(512), "3d-rpe", context=2048, **own, far=16, full=1)
+    for probe, (each, _) in zip(probes(), study.nats(probes(), way), strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([drawn(1, PREFIX) + probe])).logits[0, PREFIX:-1]
+        want = torch.nn.functional.cross_entropy(logits, torch.tensor(probe[1:]), reduction="none")
+        torch.testing.assert_close(each, want, rtol=1e-4, atol=1e-4)
+
+
 def test_as_many_blocks_as_there_are_is_every_key(choosing, study):
     """Bit for bit, whatever the way: the choice is made, and leaves nothing out. In spans, heads vote for more keys."""
     every = {faded: nats(study, choosing.Way(faded=faded)) for faded in (False, True)}
@@ -490,6 +504,12 @@ def test_rows_stand_beside_the_law_and_add_up(bench, tmp_path, capsys):
     more = bench("--length", "2k", "--only", "bounds of 32")
     assert [row["way"] for row in more] == ["mean of 16", "all keys + faded", "bounds of 32"]
     assert more[0] == rows[1]
+
+
+def test_full_layers_are_tried_three_at_a_time(bench, choosing):
+    rows = bench("--length", "2k", "--only", "layers")
+    assert [row["way"] for row in rows[3:]] == [SHIPS, f"{SHIPS} + full 0-1"]
+    assert [way.full for way in choosing.by_layers(7)[3:]] == [(0, 1, 2), (3, 4, 5), (6,)]
 
 
 def test_a_passkey_is_the_prompt_of_a_comparison(choosing):
