@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import DynamicCache
 
 from rpe3d.evaluate.under import growing, under
@@ -51,3 +52,21 @@ def test_a_text_is_read_the_same_after_a_longer_one(family, name, parameters, le
             assert torch.equal(model(text).logits, wanted)
     assert not torch.allclose(other, wanted, atol=1e-2)
     assert not model._forward_pre_hooks
+
+
+def test_an_adapted_model_reads_and_writes_the_same_after_a_longer_text():
+    """PEFT's `generate` calls the base, its forward in older versions the adapted model alone."""
+    model = get_peft_model(make(), LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")).eval()
+    text, longer = drawn(1, 80), drawn(2, 300)
+
+    def written():
+        return model.generate(input_ids=text, max_new_tokens=8, do_sample=False)
+
+    with torch.no_grad(), under(model, make_law("dynamic", context=512, **facts(model))):
+        wanted, logits = written(), model(text).logits
+        model(longer)
+        assert torch.equal(written(), wanted)
+        model(longer)
+        assert torch.equal(model(text).logits, logits)
+    assert not model._forward_pre_hooks
+    assert not model.get_base_model()._forward_pre_hooks

@@ -106,11 +106,13 @@ def _every_text_afresh(model: Any) -> Iterator[None]:
                     given_type = {} if layer_type is None else {"layer_type": layer_type}
                     rotary(x, torch.zeros(1, 1, dtype=torch.long, device=x.device), **given_type)
 
-    hook = model.register_forward_pre_hook(begin, with_kwargs=True) if rotaries else None
+    # A PEFT model's `generate` calls only its base.
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    hooks = [one.register_forward_pre_hook(begin, with_kwargs=True) for one in {model, base} if rotaries]
     try:
         yield
     finally:
-        if hook is not None:
+        for hook in hooks:
             hook.remove()
 
 
