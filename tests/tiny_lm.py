@@ -45,3 +45,25 @@ def save(folder: Path, bos: bool = False, **changes: Any) -> Path:
     model(**changes).save_pretrained(folder)
     tokenizer(bos).save_pretrained(folder)
     return folder
+
+
+def save_image_text(folder: Path, family: str, tied: bool) -> Path:
+    """An image-text model with a Llama-like text part, as a Hugging Face folder."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text: dict[str, Any] = {"vocab_size": 257, **SIZES, "num_key_value_heads": 2}
+    if family == "llava":
+        text["model_type"] = "llama"
+        vision = {"model_type": "clip_vision_model", **small, "image_size": 28, "patch_size": 14}
+    elif family == "gemma3":
+        text |= {"head_dim": 16, "layer_types": ["full_attention"] * 2}
+        vision = {"model_type": "siglip_vision_model", **small, "image_size": 28, "patch_size": 14}
+    else:  # Qwen2-VL
+        text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+        vision = {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 1}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, text_config=text, vision_config=vision, tie_word_embeddings=tied)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder

@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from refusal import refusal
 
 import rpe3d
@@ -18,6 +18,7 @@ from rpe3d.models.load import load
 from rpe3d.train import Settings, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+TEXT = r".*language_model.*q_proj"
 
 
 @pytest.fixture(scope="module")
@@ -157,25 +158,103 @@ def test_weights_of_an_adapter_that_are_missing_or_damaged_are_said(adapter, tmp
     assert refusal(capsys, "merge", copied, "--out", tmp_path / "m")[:2] == (1, f"{copied} has no {file.name}")
 
 
+def trained(base, folder, settings):
+    """Save an adapter of any PEFT settings on a base, with weights as after training; return the unmerged model."""
+    model = rpe3d.extend(load(str(base), device="cpu", dtype=torch.float32).model, "dca", context=1024)
+    adapted = get_peft_model(model, settings)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter += 0.1 * torch.randn_like(parameter)
+    save_adapter(adapted, folder)
+    return adapted.eval()
+
+
+def lora(**changes):
+    return LoraConfig(r=4, task_type="CAUSAL_LM", **{"target_modules": ["q_proj"]} | changes)
+
+
+def assert_merges(place, adapted):
+    """Merge the adapter in a place, and compare with the unmerged model."""
+    command = ["merge", place / "adapter", "--base", place / "base", "--out", place / "out", "--dtype", "float32"]
+    assert main([str(word) for word in command]) == 0
+    merged = load(str(place / "out"), device="cpu", dtype=torch.float32).model
+    ids = torch.randint(2, 250, (1, 300))
+    ids[0, :4] = torch.tensor([3, 4, 5, 3])
+    with torch.no_grad():
+        torch.testing.assert_close(merged(ids).logits, adapted(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def refused(capsys, place):
+    """Return problem and hint of a merge that must be refused."""
+    command = ["merge", place / "adapter", "--base", place / "base", "--out", place / "out"]
+    code, problem, hint = refusal(capsys, *command)
+    assert code == 1
+    assert not (place / "out").exists()
+    return problem, hint
+
+
+CHANGES = {
+    "LoRA of the embeddings": ({"target_modules": ["q_proj", "embed_tokens"]}, False),
+    "LoRA of the head": ({"target_modules": ["q_proj", "lm_head"]}, False),
+    "rows of the head": ({"trainable_token_indices": {"lm_head": [3, 4]}}, False),
+    "rows of the embeddings": ({"trainable_token_indices": {"embed_tokens": [3, 4]}}, True),
+    "other embeddings": ({"modules_to_save": ["embed_tokens"]}, True),
+    "another head": ({"modules_to_save": ["lm_head"]}, True),
+    "LoRA of the embeddings, another head": (
+        {"target_modules": ["q_proj", "embed_tokens"], "modules_to_save": ["lm_head"]},
+        True,
+    ),
+}
+"""Changes of embeddings or head, and whether PEFT merges them rightly where the two are one tensor."""
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of PEFT: tied layers, embeddings that are saved
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
-def test_an_adapter_of_embeddings_or_head_is_merged_unless_they_are_one_tensor(tmp_path, capsys, tied, target):
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_of_embeddings_or_head_are_merged_unless_that_would_change_both(tmp_path, capsys, tied, change):
     """PEFT saves the embeddings beside such an adapter. The oracle is PEFT's unmerged model."""
+    changes, right_if_tied = CHANGES[change]
     tiny_lm.save(tmp_path / "base", tie_word_embeddings=tied)
-    model = rpe3d.extend(load(str(tmp_path / "base"), device="cpu", dtype=torch.float32).model, "dca", context=1024)
-    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", target], task_type="CAUSAL_LM"))
-    for parameter in adapted.parameters():
-        if parameter.requires_grad:
-            torch.nn.init.normal_(parameter, std=0.1)
-    save_adapter(adapted, tmp_path / "adapter")
-    command = ["merge", tmp_path / "adapter", "--base", tmp_path / "base", "--out", tmp_path / "out"]
+    adapted = trained(tmp_path / "base", tmp_path / "adapter", lora(**changes))
+    if tied and not right_if_tied:
+        assert refused(capsys, tmp_path)[0].endswith("which are one tensor there")
+    else:
+        assert_merges(tmp_path, adapted)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of PEFT, as above
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", ["qwen2_vl", "llava", "gemma3"])
+def test_whether_embeddings_and_head_are_one_tensor_is_not_asked_of_a_config(tmp_path, capsys, family, tied):
+    """The text config of Qwen2-VL does not say it, LLaVA's says no and Gemma 3's yes, whatever the weights are."""
+    tiny_lm.save_image_text(tmp_path / "base", family, tied)
+    assert_merges(tmp_path, trained(tmp_path / "base", tmp_path / "adapter", lora(target_modules=TEXT)))
+    for folder in ("adapter", "out"):
+        shutil.rmtree(tmp_path / folder)
+    adapted = trained(tmp_path / "base", tmp_path / "adapter", lora(target_modules=f"{TEXT}|lm_head"))
     if tied:
-        code, problem, _ = refusal(capsys, *command)
-        assert (code, problem.endswith("which are one tensor there")) == (1, True)
-        return
-    assert main([*map(str, command), "--dtype", "float32"]) == 0
-    merged = load(str(tmp_path / "out"), device="cpu", dtype=torch.float32).model
-    ids = torch.randint(0, 250, (1, 300))
-    with torch.no_grad():
-        torch.testing.assert_close(merged(ids).logits, adapted.eval()(ids).logits, rtol=1e-4, atol=1e-4)
+        assert refused(capsys, tmp_path)[0].endswith("which are one tensor there")
+    else:
+        assert_merges(tmp_path, adapted)
+
+
+def test_an_adapter_that_changes_no_weights_is_refused_in_a_sentence(tmp_path, capsys):
+    """PEFT has no `merge_and_unload` for prompt tuning: the command ended in a traceback."""
+    tiny_lm.save(tmp_path / "base")
+    settings = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    trained(tmp_path / "base", tmp_path / "adapter", settings)
+    problem, hint = refused(capsys, tmp_path)
+    assert problem == "an adapter of type PROMPT_TUNING changes no weights, so it cannot be merged"
+    assert hint == "load it unmerged (`rpe3d.models.adapters.load_adapter`)"
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of PEFT: biases that the base lacks
+def test_what_peft_cannot_merge_is_refused_with_its_reason(tmp_path, capsys):
+    """The adapter fits its base: another base is no help."""
+    tiny_lm.save(tmp_path / "base")
+    trained(tmp_path / "base", tmp_path / "adapter", lora(lora_bias=True))
+    problem, hint = refused(capsys, tmp_path)
+    assert problem.startswith("PEFT cannot merge the adapter (Impossible to merge LoRA with `lora_bias=True`")
+    assert hint == "load it unmerged (`rpe3d.models.adapters.load_adapter`)"
