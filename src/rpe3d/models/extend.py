@@ -280,15 +280,16 @@ def _law_for(facts: dict[str, Any], law: Law | LawSpec, context: int | None, par
 
 def _check_layers(law: Law, config: Any, found: Findings) -> None:
     """Refuse a law with other laws for layers that the model lacks, or that no law reaches."""
+    if not law.layers:
+        return
     count, kinds, own = config.num_hidden_layers, getattr(config, "layer_types", None) or (), kind_of(config)
+    reached = [n for n in range(count) if n not in found.unrotated and (own not in kinds or kinds[n] == own)]
     for layer in law.layers:
         if layer >= count:
             raise ConfigError(f"the law names layer {layer}, but the model has layers 0 to {count - 1}", "correct full")
-        if layer in found.unrotated or (own in kinds and kinds[layer] != own):
-            reach = [str(n) for n in range(count) if n not in found.unrotated and (own not in kinds or kinds[n] == own)]
-            raise ConfigError(
-                f"the law names layer {layer}, which keeps its own attention", f"choose from {', '.join(reach)}"
-            )
+        if layer not in reached:
+            hint = f"choose from {', '.join(map(str, reached))}"
+            raise ConfigError(f"the law names layer {layer}, which keeps its own attention", hint)
 
 
 def _stock(config: Any, rotaries: tuple[Any, ...]) -> Stock:
