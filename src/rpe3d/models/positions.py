@@ -113,7 +113,7 @@ class Layout:
         if self.moved is None:
             return x
         theta = law.kept(("frequencies", x.device), lambda: law.frequencies().to(x.device))
-        angles = -STOCK.angle(self.moved[:, None].expand(-1, x.shape[2]), theta)
+        angles = -STOCK.angle(self.moved.to(x.device)[:, None].expand(-1, x.shape[2]), theta)
         cos, sin = cos_sin(angles, dtype=torch.promote_types(x.dtype, torch.float32))
         return rotate(x, None, cos, sin, interleaved=law.rotary.interleaved)[0]
 
