@@ -290,6 +290,9 @@ def main() -> None:
     if given.only == "layers":
         picked = by_layers(model.config.num_hidden_layers)
     chosen = {way.name: way for way in (ALL, *picked)}
+    count = model.config.num_hidden_layers
+    if lacking := [layer for way in picked for layer in way.full if layer >= count]:
+        raise ConfigError(f"the model has {count} layers, so none has the number {lacking[0]}", "try --only layers")
     name = Path(loaded.source).name.removesuffix(".gguf")
     shape = facts(model)
     law: Any = make_law("3d-rpe", context=max(shape["pretrained"], given.length + TEXT + given.text_tokens), **shape)

@@ -510,6 +510,8 @@ def test_full_layers_are_tried_three_at_a_time(bench, choosing):
     rows = bench("--length", "2k", "--only", "layers")
     assert [row["way"] for row in rows[3:]] == [SHIPS, f"{SHIPS} + full 0-1"]
     assert [way.full for way in choosing.by_layers(7)[3:]] == [(0, 1, 2), (3, 4, 5), (6,)]
+    with pytest.raises(ConfigError, match="the model has 2 layers, so none has the number 18: try --only layers"):
+        bench("--length", "2k", "--only", "full")
 
 
 def test_a_passkey_is_the_prompt_of_a_comparison(choosing):

@@ -284,11 +284,11 @@ def _check_layers(law: Law, config: Any, found: Findings) -> None:
         return
     count, kinds, own = config.num_hidden_layers, getattr(config, "layer_types", None) or (), kind_of(config)
     reached = [n for n in range(count) if n not in found.unrotated and (own not in kinds or kinds[n] == own)]
+    hint = f"choose from {', '.join(map(str, reached))}"
     for layer in law.layers:
         if layer >= count:
-            raise ConfigError(f"the law names layer {layer}, but the model has layers 0 to {count - 1}", "correct full")
+            raise ConfigError(f"the law names layer {layer}, but the model has layers 0 to {count - 1}", hint)
         if layer not in reached:
-            hint = f"choose from {', '.join(map(str, reached))}"
             raise ConfigError(f"the law names layer {layer}, which keeps its own attention", hint)
 
 
