@@ -75,7 +75,19 @@ def eager(x: Problem, choosers: reference.Choosers | None = None) -> tuple[Tenso
     `choosers` replace the specification's choice of keys.
     """
     group = x.q.shape[1] // x.k.shape[1]
-    k, v = (y.nan_to_num().repeat_interleave(group, 1) for y in (x.k, x.v))
+    scores, v = _eager_scores(x, choosers), x.v.nan_to_num().repeat_interleave(group, 1)
+    if x.law.both is not None:
+        other = _eager_scores(replace(x, law=x.law.both[1])) - reference.HELD
+        scores, v = torch.cat([scores, other], -1), torch.cat([v, v], 2)
+    if x.sinks is not None:
+        sink = x.sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sink], -1)
+    weights = scores.softmax(-1, dtype=torch.float32).to(scores.dtype)
+    return weights[..., : v.shape[2]] @ v, scores.float().logsumexp(-1)
+
+
+def _eager_scores(x: Problem, choosers: reference.Choosers | None = None) -> Tensor:
+    k = x.k.nan_to_num().repeat_interleave(x.q.shape[1] // x.k.shape[1], 1)
     query, key = x.positions()
     pairs = torch.broadcast_tensors(query[:, :, None], key[:, None, :])
     scores = torch.zeros(*x.q.shape[:3], k.shape[2], dtype=x.q.dtype, device=x.q.device)
@@ -98,12 +110,7 @@ def eager(x: Problem, choosers: reference.Choosers | None = None) -> tuple[Tenso
             sharp = (scores * sharpness).masked_fill(~far, torch.finfo(scores.dtype).min)
             weight = sharp.logsumexp(-1, keepdim=True) / sharpness - loss
             scores = torch.where(far, sharp.log_softmax(-1) + weight, scores).to(x.q.dtype)
-    scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
-    if x.sinks is not None:
-        sink = x.sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
-        scores = torch.cat([scores, sink], -1)
-    weights = scores.softmax(-1, dtype=torch.float32).to(scores.dtype)
-    return weights[..., : v.shape[2]] @ v, scores.float().logsumexp(-1)
+    return scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
 
 
 def unit(dtype: torch.dtype, device: torch.device) -> float:

@@ -41,6 +41,8 @@ OWN = {
             "sinks": 2,
         },
         {"chunk": 2, "window": 2, "reach": 9, "far": 1, "block": 1},
+        {"chunk": 8, "window": 8, "reach": 20, "far": 2, "block": 4, "full": "all"},
+        {"chunk": 4, "window": 8, "reach": 16, "far": 2, "block": 4, "focus": 1, "sinks": 3, "full": "all"},
     ],
     "3d-rpe-definition": [{"chunk": 24}, {"chunk": 16, "phi_base": 1.5}],
     "3d-rpe-dual-chunk": [{"chunk": 20, "window": 24, "phi_base": 1.5}],
@@ -83,56 +85,71 @@ def unchosen(q, k, query, key, tokens, region):
         blocks, heads = block[far].unique(), slice(g * group, (g + 1) * group)
         if len(blocks) <= choice.most:
             continue
-        means = torch.stack([k[g, tokens & (block == b)].mean(0) for b in blocks])
-        centre = means.mean(0)
+
+        def mean(some, keys=k[g]):
+            return (keys * (some & tokens)[:, None]).sum(0) / (some & tokens).sum().clamp(min=1)
+
+        def unit(x, of):
+            return x / x.norm() if x.norm() > 1e-5 * of.norm() else torch.zeros_like(x)
+
+        z = mean(key < min(choice.centre, region.unit))
         last = torch.where(tokens & (key <= query[t]), query[t] - key, choice.recent)
         weight = torch.where(last < choice.recent, choice.decay ** last.double(), 0.0)
-        wanted = [weight @ (k[g] - centre), q[heads, t].mean(0)]
-        wanted = sum(y / y.norm().clamp(min=1e-300) * a for y, a in zip(wanted, (1, choice.query), strict=True))
-        score = (means - centre) @ wanted / (means - centre).norm(dim=-1)
-        score[0] = torch.inf
-        best = blocks[score.argsort(descending=True)[: choice.most]]
+        asked = q[heads, t].mean(0)
+        aim = unit(weight @ (k[g] - z), weight @ k[g]) + choice.query * unit(asked, asked)
+        means = [mean((key >= b * choice.size - choice.size // 2) & (block <= b)) for b in blocks]
+        summaries = torch.stack([unit(m - z, m) for m in means])
+        score = ((summaries.bfloat16().double() @ aim.bfloat16().double()) / choice.STEP).round()
+        score[: choice.always] = torch.inf
+        nearest_first = score.flip(0).argsort(descending=True, stable=True)
+        best = blocks.flip(0)[nearest_first[: choice.most]]
         hidden[heads, t] = far & ~torch.isin(block, best)
     return hidden
+
+
+def logs(q, k, law, given, b):
+    """The log of every pair's weight in one sequence: q [h, t, d] and k [g, s, d], before RoPE."""
+    query, key = given["query_positions"][b], given["key_positions"][b]
+    angles = law.relative_angles(query[:, None], key[None])
+    hidden = (key[None] > query[:, None]) | angles[..., 0].isnan()
+    hidden |= ~given["query_mask"][b][:, None] | ~given["key_mask"][b][None]
+    heads, rotary = k.repeat_interleave(len(q) // len(k), 0), law.rotary
+    scores = complex_scores(q, heads, angles.nan_to_num(), rotary.pairs, rotary.interleaved, law.attention_scaling)
+    scores = scores * given["scale"]
+    if given["softcap"]:
+        scores = given["softcap"] * torch.tanh(scores / given["softcap"])
+    hidden = hidden.expand_as(scores).clone()
+    for region in law.regions:
+        if region.choice is not None:
+            hidden |= unchosen(q.detach(), k.detach(), query, key, given["key_mask"][b], region)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    for region in law.regions:
+        if region.fade is not None:
+            far = region.contains(*torch.broadcast_tensors(query[:, None], key[None])) & ~hidden
+            span = query.double().clamp(min=region.fade.span)
+            tau = ((span.log() / math.log(region.fade.span)) ** region.fade.focus)[:, None]
+            sharp = scores.masked_fill(~far, -torch.inf) * tau
+            total = sharp.logsumexp(-1, keepdim=True)
+            loss = region.fade.rate * (span / region.fade.span).log()[:, None]
+            scores = torch.where(far, sharp - total + total / tau - loss, scores)
+    return scores
 
 
 def oracle(x, law, given):
     """The output and the log-sum-exp of every row, one sequence at a time."""
     q, k, v = (y.double() for y in x)
-    group = q.shape[1] // k.shape[1]
     outs, lses = [], []
     for b in range(len(q)):
-        query, key = given["query_positions"][b], given["key_positions"][b]
-        angles = law.relative_angles(query[:, None], key[None])
-        hidden = (key[None] > query[:, None]) | angles[..., 0].isnan()
-        hidden |= ~given["query_mask"][b][:, None] | ~given["key_mask"][b][None]
-        heads = [y[b].repeat_interleave(group, 0) for y in (k, v)]
-        rotary = law.rotary
-        scores = complex_scores(
-            q[b], heads[0], angles.nan_to_num(), rotary.pairs, rotary.interleaved, law.attention_scaling
-        )
-        scores = scores * given["scale"]
-        if given["softcap"]:
-            scores = given["softcap"] * torch.tanh(scores / given["softcap"])
-        hidden = hidden.expand_as(scores).clone()
-        for region in law.regions:
-            if region.choice is not None:
-                hidden |= unchosen(q[b].detach(), k[b].detach(), query, key, given["key_mask"][b], region)
-        scores = scores.masked_fill(hidden, -torch.inf)
-        for region in law.regions:
-            if region.fade is not None:
-                far = region.contains(*torch.broadcast_tensors(query[:, None], key[None])) & ~hidden
-                span = query.double().clamp(min=region.fade.span)
-                tau = ((span.log() / math.log(region.fade.span)) ** region.fade.focus)[:, None]
-                sharp = scores.masked_fill(~far, -torch.inf) * tau
-                total = sharp.logsumexp(-1, keepdim=True)
-                loss = region.fade.rate * (span / region.fade.span).log()[:, None]
-                scores = torch.where(far, sharp - total + total / tau - loss, scores)
+        parts = [logs(q[b], k[b], law, given, b)]
+        if law.both is not None:  # all far keys once more, at 1/e of their weight
+            parts.append(logs(q[b], k[b], law.both[1], given, b) - 1)
+        values = v[b].repeat_interleave(q.shape[1] // k.shape[1], 0).repeat(1, len(parts), 1)
         if given["sinks"] is not None:
-            scores = torch.cat([scores, given["sinks"].double()[:, None, None].expand(-1, len(query), 1)], -1)
+            parts.append(given["sinks"].double()[:, None, None].expand(-1, q.shape[2], 1))
+        scores = torch.cat(parts, -1)
         lse = scores.logsumexp(-1)
-        weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0)[..., None])[..., : len(key)]
-        outs.append(weights @ heads[1])
+        weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0)[..., None])[..., : values.shape[1]]
+        outs.append(weights @ values)
         lses.append(lse)
     return torch.stack(outs), torch.stack(lses)
 
@@ -264,10 +281,12 @@ def test_any_problem_is_solved_or_refused(name, fuzz, device):
         out, lse = expected(*x)
         there = [y.to(device) for y in x]
         given = {name: y.to(device) if isinstance(y, torch.Tensor) else y for name, y in given.items()}
-        runs = {impl: partial(attention, *there, law, impl=impl, **given) for impl in ("auto", "blocked", "decode")}
+        impls = ("auto", "blocked", "decode") if law.both is None else ("auto", "reference")
+        runs = {impl: partial(attention, *there, law, impl=impl, **given) for impl in impls}
         if draw.random() < 0.2 and find_spec("triton") is not None:
             problem = check(*there, law, **given)
-            if problem.q.shape[2] <= decode.MOST_QUERIES and problem.rotated and decode.kernel_refusal(problem) is None:
+            few = problem.q.shape[2] <= decode.MOST_QUERIES and law.both is None
+            if few and problem.rotated and decode.kernel_refusal(problem) is None:
                 runs["kernel"] = partial(by_kernel, problem)
         for impl, run in runs.items():
             try:

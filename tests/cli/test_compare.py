@@ -213,10 +213,35 @@ def test_longppl_is_shown_with_its_key_tokens_and_what_found_them(folder, tmp_pa
     assert "longppl" not in capsys.readouterr().out
 
 
+def test_fixed_keys_are_shown_with_the_windows_that_they_were_found_in(folder, tmp_path, capsys):
+    """A random model finds too few key tokens, so the file marks some text by hand; the same command resumes."""
+    keys, file = tmp_path / "k.json", tmp_path / "r.json"
+    argv = (folder, "--windows", "1", "--device", "cpu", "--measures", "longppl", "--keys", keys)
+    assert run(*argv, "--laws", "rope", "--lengths", "256") == 0
+    content = json.loads(keys.read_text())
+    content["keys"]["256"]["spans"] = {"python-topics": [[0, 10**9]]}
+    keys.write_text(json.dumps(content))
+    longer = (*argv, "--laws", "dca", "--lengths", "512", "--json", file)
+    for _ in range(2):
+        capsys.readouterr()
+        assert run(*longer, "--fixed-keys") == 0
+        said = f"note: key tokens at 512 were found by {folder} under rope in windows of 256 tokens, against a context"
+        assert said in capsys.readouterr().err
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row["key_tokens"] == 512 - 128
+    assert fails(capsys, *longer)[:2] == (1, f"{file} holds results of other settings")
+    assert json.loads(keys.read_text()) == content
+
+
 @pytest.mark.parametrize(
     ("argv", "problem"),
     [
         (["--keys", "k.json"], "--keys is given without longppl"),
+        (["--fixed-keys", "--measures", "longppl"], "--fixed-keys is given without --keys"),
+        (
+            ["--fixed-keys", "--measures", "longppl", "--keys", "none.json"],
+            "none.json does not exist, and --fixed-keys",
+        ),
         (["--laws", "ropes"], "law 'ropes' is not known"),
         (["--laws", "yarn:chunk=8"], "law 'yarn' has no parameter 'chunk'"),
         (["--laws", "3d-rpe:chunk"], "'chunk' in '3d-rpe:chunk' has no value"),

@@ -23,7 +23,7 @@ from rpe3d.evaluate.keys import reads_all
 from rpe3d.evaluate.paired import paired
 from rpe3d.evaluate.report import write_report
 from rpe3d.evaluate.tasks.longppl import truncated_nll, truncation
-from rpe3d.evaluate.tasks.perplexity import Window
+from rpe3d.evaluate.tasks.perplexity import Window, whole_windows
 
 LENGTH, SHORT, STEP = 512, 128, 32  # of a model of 256 positions
 
@@ -255,6 +255,150 @@ def test_spans_are_of_tokens_in_a_row_and_hold_whole_tokens():
         found = key_tokens.spans.within(other, [span for span in made if span[0] < span[1]])
         truth = [a < b and any(x <= a and b <= y for x, y in made) for a, b in other.tolist()]
         assert found.tolist() == truth
+
+
+BESIDE = 128
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["no BOS", "BOS"])
+def neutral(request, tmp_path_factory):
+    """A model, texts whose windows of 256 it wrote itself under stock RoPE, and a file of its key tokens there."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer, draw = tiny_lm.tokenizer(request.param), torch.Generator().manual_seed(1)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=95, **tiny_lm.SIZES)).double().eval()  # letters of one byte
+    noise = torch.randint(1, 95, (3, 2 * BESIDE), generator=draw)
+    first = torch.zeros(3, int(request.param), dtype=torch.long)
+    with torch.no_grad():
+        model.lm_head.weight *= 3
+        tokens, cache, seen = noise[:, :8], None, torch.cat([first, noise[:, :8]], dim=1)
+        while tokens.shape[1] < 256:
+            out = model(seen, past_key_values=cache, use_cache=True)
+            likely = out.logits[:, -1].softmax(-1)[:, 1:]  # no <s>
+            cache, seen = out.past_key_values, 1 + torch.multinomial(likely, 1, generator=draw)
+            tokens = torch.cat([tokens, seen], dim=1)
+    tokens = torch.cat([noise[:, :BESIDE], tokens, noise[:, BESIDE:]], dim=1)
+    texts = [Text(name=str(i), content=tokenizer.decode(ids)) for i, ids in enumerate(tokens)]
+    file = tmp_path_factory.mktemp("neutral") / "keys.json"
+    settings = Settings(laws=["rope"], lengths=[256], measures=["longppl"], windows=3)
+    found = compare(model, tokenizer, settings, texts=texts, keys=file, name="tiny")["keys"]["256"]
+    return model, tokenizer, texts, file, found
+
+
+@pytest.fixture
+def at_512(neutral):
+    """Return a comparison on those texts, whose windows of 512 tokens hold those of 256 in their middle."""
+    model, tokenizer, texts, file, _ = neutral
+    settings = Settings(laws=["3d-rpe", "dca"], lengths=[LENGTH], measures=["longppl"], windows=3)
+
+    def run(keys=file, fixed_keys=True, **options):
+        return compare(model, tokenizer, settings, texts=texts, keys=keys, fixed_keys=fixed_keys, **options)
+
+    return run
+
+
+def test_fixed_keys_are_those_of_the_shorter_windows_whatever_is_compared(neutral, at_512, monkeypatch):
+    """What `--fixed-keys` is for: a model's own key tokens under stock RoPE, in which no compared law has a say."""
+    model, tokenizer, texts, file, shorter = neutral
+    before = file.read_bytes()
+    monkeypatch.setattr(key_tokens, "find", None)
+    results = at_512()
+    found = results["keys"]["512"]
+    assert list(results["keys"]) == ["512"]
+    assert found["by"] == shorter["by"] | {"length": 256}
+    expected = [[BESIDE + n for n in window["keys"]] for window in shorter["windows"]]
+    assert [window["keys"] for window in found["windows"]] == expected
+    first, _ = results["rows"]
+    assert [row["key_tokens"] for row in results["rows"]] == [sum(map(len, expected))] * 2
+    assert first["key_tokens"] >= 30
+    rpe3d.extend(model, "3d-rpe", context=LENGTH)
+    full = [losses(model, torch.tensor(tokenizer(text.content).input_ids[:LENGTH])) for text in texts]
+    rpe3d.restore(model)
+    picked = torch.cat([of[torch.tensor(keys) - 1] for of, keys in zip(full, expected, strict=True)])
+    assert first["long_ppl"] == pytest.approx(math.exp(picked.mean()), rel=1e-5)
+    assert "found by tiny under rope in windows of 256 tokens, against" in " ".join(findings(results))
+    assert results["settings"]["fixed_keys"] is True
+    assert file.read_bytes() == before
+
+
+def test_without_fixed_keys_a_missing_length_is_found_anew(neutral, at_512, tmp_path):
+    """As before the option: under the compared laws, and added to the file."""
+    file = tmp_path / "keys.json"
+    file.write_bytes(neutral[3].read_bytes())
+    results = at_512(keys=file, fixed_keys=False)
+    assert results["keys"]["512"]["by"]["laws"] == ["3d-rpe", "dca"]
+    assert list(json.loads(file.read_text())["keys"]) == ["256", "512"]
+    assert "fixed_keys" not in results["settings"]
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_fixed_keys_are_a_setting_that_a_resumed_run_must_share(neutral, at_512, tmp_path, first):
+    """Rows on other key tokens would stand side by side; a run is resumed by the same command."""
+    keys, file = tmp_path / "keys.json", tmp_path / "r.json"
+    keys.write_bytes(neutral[3].read_bytes())
+    results = at_512(keys=keys, fixed_keys=first, file=file)
+    with pytest.raises(ConfigError, match=r"r\.json holds results of other settings"):
+        at_512(keys=keys, fixed_keys=not first, file=file)
+    assert json.loads(file.read_text()) == results
+    assert at_512(keys=keys, fixed_keys=first, file=file)["rows"] == results["rows"]
+
+
+@pytest.mark.parametrize("change", [{}, {"tokenizer": "another"}])
+def test_fixed_keys_in_longer_windows_or_elsewhere_leave_windows_without_any(others, model, tokenizer, change):
+    """Key tokens of 32k serve windows of 512, for any tokenizer; none counts that is not in a window."""
+    text, file, content = others
+    mine = compare(model, tokenizer, Settings(laws=["rope"], lengths=[256], measures=["ppl"]), texts=[text])
+    content["tokenizer"] = mine["model"]["fingerprint"]["tokenizer"]
+    settings = Settings(laws=["rope"], lengths=[LENGTH], measures=["longppl"], windows=2)
+    sizes, row = [], {}
+    for spans in (SPANS, [[0, 100], [400, 430]], [[0, 100]]):
+        content["keys"]["32768"]["spans"] = {"words": spans}
+        file.write_text(json.dumps(content | change))
+        results = compare(model, tokenizer, settings, texts=[text], keys=file, fixed_keys=True)
+        assert results["keys"]["512"]["by"]["length"] == 32768
+        sizes.append([len(window["keys"]) for window in results["keys"]["512"]["windows"]])
+        (row,) = results["rows"]
+        assert row["key_tokens"] == sum(sizes[-1])
+    assert all(sizes[0])
+    assert sizes[1][0] >= 30
+    assert sizes[1][1] == 0
+    assert sizes[2] == [0, 0]
+    assert (row["status"], row["long_ppl"]) == ("ok", None)
+
+
+def test_fixed_keys_that_are_nowhere_are_refused(others, model, tokenizer, tmp_path):
+    """Nothing is found in their place, and a file that does not exist is not written."""
+    text, file, content = others
+    settings, none = Settings(laws=["rope"], lengths=[LENGTH], measures=["longppl"], windows=2), tmp_path / "none.json"
+    with pytest.raises(ConfigError, match="--fixed-keys is given without --keys: add --keys FILE"):
+        compare(model, tokenizer, settings, texts=[text], fixed_keys=True)
+    with pytest.raises(ConfigError, match=r"none\.json does not exist, and --fixed-keys finds no key tokens"):
+        compare(model, tokenizer, settings, texts=[text], keys=none, fixed_keys=True)
+    assert not none.exists()
+    found = content["keys"].pop("32768")
+    bare = {name: part for name, part in found.items() if name != "spans"}
+    for keys in ({}, {"32768": bare}, {"2048": found, "32768": found | {"spans": {"words": []}}}):
+        file.write_text(json.dumps(content | {"keys": keys}))
+        with pytest.raises(ConfigError, match=r"keys\.json marks no characters as key in its longest windows"):
+            compare(model, tokenizer, settings, texts=[text], keys=file, fixed_keys=True)
+
+
+def test_windows_lie_within_longer_ones_and_one_of_a_text_in_the_middle(fuzz):
+    """As docs/guides/compare.md says of fixed keys: for any lengths, if every text is long enough for the longer."""
+    draw = random.Random(0)
+    for _ in range(100 * fuzz):
+        short, long = sorted(draw.sample(range(2, 300), 2))
+        sizes = [draw.randint(long, 900) for _ in range(draw.randint(1, 3))]
+        texts = [Tokens(name=str(i), ids=torch.arange(n)) for i, n in enumerate(sizes)]
+        count, first = draw.randint(1, 9), draw.choice([(), (0,)])
+        pairs = zip(*(whole_windows(texts, length, count, first) for length in (short, long)), strict=True)
+        for inner, outer in pairs:
+            before = inner.start - outer.start
+            assert inner.text == outer.text
+            assert 0 <= before <= long - short
+            if count <= len(texts):
+                assert abs(2 * before - (long - short)) <= 1
 
 
 def test_what_cannot_be_measured_is_refused(measured, tmp_path):

@@ -1,4 +1,4 @@
-"""Layers that see all far keys beside layers that choose them: each runs under its own law, whatever the cache."""
+"""Layers that see all far keys beside those they choose: each layer runs under its own law, whatever the cache."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tiny_models import make
 FAR = {"chunk": 8, "window": 16, "reach": 48}
 CHOSEN = FAR | {"far": 3, "block": 4}
 FACTS = {"pretrained": 64, "context": 512, "head_dim": 16}
-DENSE = make_law("3d-rpe", **FACTS, **FAR)
 CHOOSES = make_law("3d-rpe", **FACTS, **CHOSEN)
+FULL = make_law("3d-rpe", **FACTS, **CHOSEN, full="all")
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +55,11 @@ def by_layer():
 
 
 def test_each_layer_runs_under_its_own_law(model, by_layer, ids):
-    """The named layers under `3d-rpe` without `far`, the others under the choice."""
+    """The named layers also see all far keys, the others choose."""
     found = logits(model, ids)
-    laws = {0: CHOOSES, 1: DENSE, 2: CHOOSES, 3: DENSE}
+    laws = {0: CHOOSES, 1: FULL, 2: CHOOSES, 3: FULL}
     torch.testing.assert_close(found, logits(by_layer(laws), ids), rtol=0, atol=1e-10)
-    for wrong in ({1: CHOOSES}, {2: DENSE}, {1: CHOOSES, 2: DENSE}):
+    for wrong in ({1: CHOOSES}, {2: FULL}, {1: CHOOSES, 2: FULL}):
         assert (found - logits(by_layer(laws | wrong), ids)).abs().max() > 1e-3
 
 
@@ -84,6 +84,11 @@ def test_caches_padding_and_files_keep_the_layers(model, ids, tmp_path):
     assert torch.equal(logits(again, ids), logits(model, ids))
     assert torch.equal(logits(copy.deepcopy(model), ids), logits(model, ids))
     assert torch.equal(logits(rpe3d.restore(model), ids), logits(make(num_hidden_layers=4).double(), ids))
+
+
+def test_all_layers_may_be_named_at_once(by_layer, ids):
+    found = logits(extend(make(num_hidden_layers=4), context=512, **CHOSEN, full="all").double(), ids)
+    torch.testing.assert_close(found, logits(by_layer(dict.fromkeys(range(4), FULL)), ids), rtol=0, atol=1e-10)
 
 
 def test_a_compiled_model_keeps_the_layers(ids):

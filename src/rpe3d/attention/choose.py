@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
-from rpe3d.attention import blocked, chosen, decode, prefill, reference
+from rpe3d.attention import beside, blocked, chosen, decode, prefill, reference
 from rpe3d.attention.problem import Prepared, Problem
 from rpe3d.config import ConfigError, choice
+from rpe3d.geometry import Law
 
 IMPLS = ("auto", "reference", "blocked", "decode", "prefill", "chosen")
 NARROW = 64
@@ -29,7 +31,9 @@ class Decision(NamedTuple):
 
 def choose(problem: Problem, impl: str = "auto", backend: str | None = None) -> Decision:
     """Return the requested implementation, or the best one for a problem, with the problem prepared by it."""
-    if choice("impl", impl, IMPLS) == "auto":
+    if choice("impl", impl, IMPLS) != "reference" and problem.law.both is not None:
+        return _both(problem, impl, backend, *problem.law.both)
+    if impl == "auto":
         return _best(problem, backend)
     if impl == "blocked":
         return Decision(impl, "asked for", blocked.prepare(problem, backend))
@@ -38,6 +42,16 @@ def choose(problem: Problem, impl: str = "auto", backend: str | None = None) -> 
     if reason := made.refusal(problem):
         raise ConfigError(f"{what} cannot run this: {reason}", 'use impl="auto"')
     return Decision(impl, "asked for", made.prepare(problem))
+
+
+def _both(x: Problem, impl: str, backend: str | None, law: Law, other: Law) -> Decision:
+    """Return how a law runs that has another beside it: each by itself."""
+    if impl != "auto":
+        raise ConfigError(f"{impl} runs one law, and here another stands beside it", 'use impl="auto" or "reference"')
+    first = _best(replace(x, law=law), backend)
+    second = _best(replace(x, law=other, sinks=None), backend)
+    reason = f"{first.reason}; beside it, by {second.impl}: {second.reason}"
+    return Decision(first.impl, reason, beside.Beside(x, other, first.prepared, second.prepared))
 
 
 def _best(x: Problem, backend: str | None) -> Decision:

@@ -18,6 +18,8 @@ from rpe3d.geometry import Region
 from rpe3d.rotation import cos_sin, rotate
 
 Choosers = dict[Region, Chooser]
+HELD = 1.0
+"""Nats by which the pairs of a law beside another are held back (docs/log.md)."""
 
 
 def refusal(problem: Problem) -> str | None:
@@ -35,24 +37,35 @@ def attend(x: Problem, choosers: Choosers | None = None) -> tuple[Float[Tensor, 
     """Return softmax(scale · q k*) v with each pair's own turn and fading; the output and the log-sum-exp of every row.
 
     A pair is visible if both are tokens, the key does not come after the query, and a region of the law holds it; and
-    if the query chooses the key, where the region gives it a choice. A row that sees nothing is zeros, and its
-    log-sum-exp -inf (or the sink's alone).
+    if the query chooses the key, where the region gives it a choice. The pairs of a law beside it (`Law.both`) join
+    the softmax with their weights times e^-HELD. A row that sees nothing is zeros, and its log-sum-exp -inf (or the
+    sink's alone).
     """
+    logs, values = _logs(x, choosers), x.v
+    if x.law.both is not None:
+        logs = torch.cat([logs, _logs(replace(x, law=x.law.both[1])) - HELD], dim=-1)
+        values = torch.cat([values, values], dim=2)
+    if x.sinks is not None:
+        sink = x.sinks.to(logs.dtype)[None, :, None, None].expand(*logs.shape[:3], 1)
+        logs = torch.cat([logs, sink], dim=-1)
+    lse = logs.logsumexp(-1)
+    weights = torch.exp(logs - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
+    return (weights[..., : values.shape[2]] @ _each_head(values, x).to(logs.dtype)).to(x.q.dtype), lse
+
+
+def _logs(x: Problem, choosers: Choosers | None = None) -> Float[Tensor, "b h t s"]:
+    """Return the log of every pair's weight in a row: its score after softcap and fading; -inf if it is not seen."""
     precise = torch.float64 if x.q.dtype == torch.float64 else torch.float32
-    groups = x.q.shape[1] // x.k.shape[1]
-    q = x.q.to(precise)
-    k, v = (y.to(precise).repeat_interleave(groups, dim=1) for y in (x.k, x.v))
-    scores = _scores(x, q, k) * x.scale
+    scores = _scores(x, x.q.to(precise), _each_head(x.k, x).to(precise)) * x.scale
     if x.softcap is not None:
         scores = x.softcap * torch.tanh(scores / x.softcap)
     seen = visible(x)[:, None] & chosen(x, choosers)
-    scores = _faded(x, scores, seen).masked_fill(~seen, -torch.inf)
-    if x.sinks is not None:
-        sink = x.sinks.to(precise)[None, :, None, None].expand(*scores.shape[:3], 1)
-        scores = torch.cat([scores, sink], dim=-1)
-    lse = scores.logsumexp(-1)
-    weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
-    return (weights[..., : v.shape[2]] @ v).to(x.q.dtype), lse
+    return _faded(x, scores, seen).masked_fill(~seen, -torch.inf)
+
+
+def _each_head(y: Float[Tensor, "b g s d"], x: Problem) -> Float[Tensor, "b h s d"]:
+    """Return keys or values of each query head."""
+    return y.repeat_interleave(x.q.shape[1] // x.k.shape[1], dim=1)
 
 
 def _scores(x: Problem, q: Float[Tensor, "b h t d"], k: Float[Tensor, "b h s d"]) -> Float[Tensor, "b h t s"]:

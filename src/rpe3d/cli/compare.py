@@ -22,6 +22,7 @@ KEYS = (
     "longppl: file of key tokens, written if it does not exist. Default: the tokens that are key for the model itself "
     "under any law that reads the whole text"
 )
+FIXED_KEYS = "longppl: what is key in the longest windows of --keys is key at every length; no key tokens are found"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -45,6 +46,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="any of ppl,copy,passkey,longppl; default: the first three",
     )
     add("--keys", metavar="FILE", type=Path, help=KEYS)
+    add("--fixed-keys", action="store_true", help=FIXED_KEYS)
     add_probe_arguments(parser)
     add("--batch", metavar="N", type=int, default=1, help="windows or copies per forward pass; default 1")
     add_model_arguments(parser)
@@ -109,7 +111,9 @@ def run(arguments: Namespace) -> int:
         need("cli", "matplotlib")
     given = laws(arguments.laws)
     from rpe3d.evaluate import Settings, compare, read_texts
+    from rpe3d.evaluate.compare import recorded
     from rpe3d.evaluate.findings import evaluator
+    from rpe3d.evaluate.keys import check_fixed
     from rpe3d.evaluate.ranks import ranks
     from rpe3d.evaluate.store import check
     from rpe3d.evaluate.texts import check_bytes
@@ -124,6 +128,8 @@ def run(arguments: Namespace) -> int:
         choice("law", arguments.against, [law.label for law in given])
     if arguments.keys is not None and "longppl" not in settings.measures:
         raise ConfigError("--keys is given without longppl", "add longppl to --measures, or leave --keys out")
+    if arguments.fixed_keys:
+        check_fixed(arguments.keys)
     without = unmeasured(settings.measures)
     if arguments.json is None and arguments.report is None:
         without["overwrite"] = "--json or --report"
@@ -135,7 +141,7 @@ def run(arguments: Namespace) -> int:
         check_bytes(texts, settings.lengths)
     file = results_file(arguments, "compare.json")
     if file is not None:
-        check(file, {} if arguments.overwrite else {"settings": settings.to_dict()})
+        check(file, {} if arguments.overwrite else {"settings": recorded(settings, arguments.fixed_keys)})
     check_laws(arguments, given, [settings.context] if settings.context else settings.lengths)
     first = ranks().first
     loaded = load_model(arguments)
@@ -148,6 +154,7 @@ def run(arguments: Namespace) -> int:
             texts=texts,
             file=file,
             keys=arguments.keys,
+            fixed_keys=arguments.fixed_keys,
             progress=progress,
             **kept(arguments),
         )

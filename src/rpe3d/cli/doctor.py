@@ -130,8 +130,11 @@ def _described(law: Law) -> str:
     told = f"{law.name}, {law.pretrained} to {law.context} positions"
     for choice in (region.choice for region in law.regions if region.choice is not None):
         told += f", far keys chosen: {choice.most} block{'s' * (choice.most > 1)} of {choice.size}"
-    if law.layers:
-        told += f", all of them in layer{'s' * (len(law.layers) > 1)} {', '.join(map(str, law.layers))}"
+    if law.both is not None:
+        told += ", and all of them seen beside these in every layer"
+    elif law.layers:
+        layers = f"layer{'s' * (len(law.layers) > 1)} {', '.join(map(str, law.layers))}"
+        told += f", and all of them seen beside these in {layers}"
     return told
 
 

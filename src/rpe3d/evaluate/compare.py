@@ -39,6 +39,7 @@ def compare(
     texts: Sequence[Text] = (),
     file: Path | None = None,
     keys: Path | None = None,
+    fixed_keys: bool = False,
     overwrite: bool = False,
     name: str | None = None,
     command: str | None = None,
@@ -48,7 +49,8 @@ def compare(
     """Compare laws on `texts` (default: Python's language reference) and return the results; the model is left stock.
 
     With `file`, results are written there after each row, and finished rows in it are kept. `keys` is a file of
-    LongPPL's key tokens, which is read if it exists and written otherwise. `name` and `command` are recorded as the
+    LongPPL's key tokens, which is read if it exists and written otherwise. With `fixed_keys` it is only read, and the
+    characters that are key in its longest windows are key at every length. `name` and `command` are recorded as the
     origin of the model and of the results. `probe` replaces the measurement of a row; the results record its name.
     """
     texts = list(texts) or default_texts()
@@ -67,7 +69,7 @@ def compare(
         "model": about(model, name or model.config.name_or_path, known)
         | {"fingerprint": fingerprint(model, tokenizer)},
         "versions": versions(),
-        "settings": settings.to_dict(),
+        "settings": recorded(settings, fixed_keys),
         "texts": [
             {"name": text.name, "sha256": text.sha256, "tokens": len(read.ids)}
             for text, read in zip(texts, tokens, strict=True)
@@ -91,7 +93,13 @@ def compare(
     found = None
     if "longppl" in settings.measures:
         found = KeyTokens(
-            bench=bench, laws=laws, pretrained=known["pretrained"], results=content, texts=texts, file=keys
+            bench=bench,
+            laws=laws,
+            pretrained=known["pretrained"],
+            results=content,
+            texts=texts,
+            file=keys,
+            fixed=fixed_keys,
         )
         content["keys"] = found.read()
 
@@ -115,3 +123,8 @@ def compare(
     )
     fill(store, measure, bench.ranks, overwrite)
     return content
+
+
+def recorded(settings: Settings, fixed_keys: bool) -> dict[str, Any]:
+    """Return the settings as results hold them; `fixed_keys` is among them only where it is asked for."""
+    return settings.to_dict() | ({"fixed_keys": True} if fixed_keys else {})

@@ -132,10 +132,11 @@ def _key_tokens(length: int, rows: list[Row], results: Results) -> str:
 
 
 def evaluator(keys: Mapping[str, Any]) -> str:
-    """Describe what found these key tokens: a model under laws, and the truncated context."""
+    """Describe what found these key tokens: a model under laws, its windows if others, and the truncated context."""
     by = [law for law in keys["by"]["laws"] if law not in keys["left_out"]]
     under = _listed(by) if len(by) == 1 else f"any of {_listed(by)}"
-    return f"{keys['by']['model']} under {under}, against a context of {keys['short']} tokens with stock RoPE"
+    where = f" in windows of {keys['by']['length']} tokens" if "length" in keys["by"] else ""
+    return f"{keys['by']['model']} under {under}{where}, against a context of {keys['short']} tokens with stock RoPE"
 
 
 def _grouped(pairs: Iterable[tuple[str, str]]) -> str:

@@ -10,8 +10,8 @@ Key tokens, in the "keys" of results and of a keys file: {length: {"by": {"model
 "keys": numbers of tokens in the window, which count its BOS token}]}}. A keys file, schema 1: {"schema": 1, "kind":
 "keys", "tokenizer": digest, "texts": {name: sha256}, "keys"}, in which a length also has "spans": {name of a text:
 [[first character of a run of key tokens, the one after the last]]}, if the tokenizer reports them. For a model with
-another tokenizer, the tokens within spans of the file's longest windows are key, as upstream does it, and "by" also has
-the "length" of those windows.
+another tokenizer, the tokens within spans of the file's longest windows are key at every length, as upstream does it,
+and "by" also has the "length" of those windows. With fixed key tokens, the same holds for any model.
 """
 
 from __future__ import annotations
@@ -81,6 +81,8 @@ class KeyTokens:
     results: dict[str, Any]
     texts: Sequence[Text]
     file: Path | None
+    fixed: bool = False
+    """Whether the characters that are key in the file's longest windows are key at every length."""
     waiting: dict[int, dict[str, Law]] = field(default_factory=dict)
     """Lengths whose key tokens are not known, with the laws that find them."""
     unwritten: bool = False
@@ -106,7 +108,10 @@ class KeyTokens:
         lengths = self.results["settings"]["lengths"]
         check_far(lengths, self.cut)
         windows = {length: self.bench.whole_windows(length) for length in lengths}
-        keys = None if self.file is None else read_keys(self.file, self.origin, partial(self._taken, windows))
+        if self.fixed:
+            check_fixed(self.file)
+        convert = partial(self._taken, windows)
+        keys = None if self.file is None else read_keys(self.file, self.origin, convert, self.fixed)
         self.unwritten = self.file is not None and keys is None
         check_keys(keys or {}, windows, self.by)
         return keys or {}
@@ -169,6 +174,12 @@ def offsets_of(tokenizer: Any, texts: Sequence[Text], tokens: Sequence[Tokens]) 
     return {text.name: spans.offsets(tokenizer, text.content, counts[text.name]) for text in texts}
 
 
+def longest(keys: Keys) -> tuple[int, dict[str, Any]]:
+    """Return the length of the longest windows and what was found in them; 0 and nothing if there are none."""
+    length = max(keys, key=int, default="0")
+    return int(length), keys.get(length, {})
+
+
 def taken(
     keys: Keys, windows: Mapping[int, Sequence[Window]], offsets: Mapping[str, Tensor | None], short: int
 ) -> Keys | None:
@@ -176,11 +187,10 @@ def taken(
 
     None of the first `short` tokens of a window is key.
     """
-    longest = max(keys, key=int, default=None)
-    if longest is None or "spans" not in keys[longest] or None in offsets.values():
+    of_length, found = longest(keys)
+    if "spans" not in found or None in offsets.values():
         return None
-    found = keys[longest]
-    said = {"by": {**found["by"], "length": int(longest)}}
+    said = {"by": {**found["by"], "length": of_length}}
     said |= {name: found[name] for name in ("alpha", "beta", "short", "step", "left_out")}
 
     def of(window: Window) -> list[int]:
@@ -260,12 +270,24 @@ def _everywhere(bench: Bench, work: Any) -> Any:
     return made if all(bench.ranks.gather(made is not None)) else None
 
 
+def check_fixed(file: Path | None) -> None:
+    """Refuse fixed key tokens without a file that holds them."""
+    if file is None:
+        raise ConfigError("--fixed-keys is given without --keys", "add --keys FILE, or leave --fixed-keys out")
+    if not file.exists():
+        raise ConfigError(f"{file} does not exist, and --fixed-keys finds no key tokens", FIND)
+
+
 def read_keys(
-    path: Path, origin: Mapping[str, Any], taken: Callable[[Keys], Keys | None] = lambda keys: None
+    path: Path,
+    origin: Mapping[str, Any],
+    taken: Callable[[Keys], Keys | None] = lambda keys: None,
+    fixed: bool = False,
 ) -> Keys | None:
     """Read a keys file, or return None if there is none yet; refuse one for other texts.
 
-    `taken` converts another tokenizer's key tokens to this one's; they are refused if it returns nothing.
+    `taken` converts another tokenizer's key tokens to this one's, and `fixed` ones of any tokenizer; they are refused
+    if it returns nothing.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -283,7 +305,12 @@ def read_keys(
         raise ConfigError(f"{path} is damaged: its key tokens are not as they were written", ANOTHER)
     if content.get("texts") != origin["texts"]:
         raise ConfigError(f"{path} holds key tokens of other texts", ANOTHER)
-    if content.get("tokenizer") == origin["tokenizer"]:
+    if fixed and not any(longest(content["keys"])[1].get("spans", {}).values()):
+        raise ConfigError(
+            f"{path} marks no characters as key in its longest windows",
+            "find key tokens anew with another file, or leave --fixed-keys out",
+        )
+    if content.get("tokenizer") == origin["tokenizer"] and not fixed:
         return {length: {k: v for k, v in of.items() if k != "spans"} for length, of in content["keys"].items()}
     made = taken(content["keys"])
     if made is None:

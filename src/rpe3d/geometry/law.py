@@ -165,6 +165,11 @@ class Law(ABC):
         """Layers of a model, counted from 0, that have another law than this one; none for most laws."""
         return {}
 
+    @property
+    def both(self) -> tuple[Law, Law] | None:
+        """Two laws in one: the pairs of this one, and those of another beside it, held back; None for most laws."""
+        return None
+
     @cached_property
     def chooses(self) -> bool:
         """Whether in some region a query attends only to the keys that it chooses."""

@@ -60,7 +60,7 @@ def check_model(config: Any) -> Law:
             f"a model with a sliding window ({config.sliding_window} tokens) is not served under a law",
             "set sliding_window to null in its config.json to let it see the whole text",
         )
-    if law.layers:
+    if law.layers or law.both is not None:
         raise layers_refusal()
     if law.grows:
         raise ConfigError(

@@ -304,15 +304,21 @@ def test_sinks_beside_a_choice_where_nothing_fades_are_refused():
     assert saved_law({**chosen.to_dict(), "sinks": 4}) == chosen
 
 
-def test_full_layers_have_the_same_positions_and_see_all_far_keys():
-    """Their far keys fade as those of `3d-rpe` without `far` do, or as focus and fade say for both kinds of layers."""
+def test_full_layers_see_all_far_keys_at_the_same_positions():
+    """Beside the choice, which they keep. The keys fade as under `3d-rpe` without `far`, or as focus and fade say."""
     given = {"pretrained": 1024, "context": 8192, "head_dim": 16, "chunk": 64, "window": 256, "reach": 512}
     law = make_law("3d-rpe", **given, far=8, full="5-2")
     assert law == make_law("3d-rpe", **given, far=8, full=[2, 5]) == saved_law(law.to_dict())
     assert law.to_dict()["full"] == [2, 5]
-    assert dict(law.layers) == dict.fromkeys((2, 5), make_law("3d-rpe", **given))
-    assert law.regions == make_law("3d-rpe", **given, far=8).regions
-    weak = make_law("3d-rpe", **given, far=8, full=3, focus=1.0, fade=0.0)
-    assert dict(weak.layers) == {3: make_law("3d-rpe", **given, focus=1.0, fade=0.0)}
+    every = make_law("3d-rpe", **given, far=8, full="all")
+    assert dict(law.layers) == dict.fromkeys((2, 5), every)
+    assert not every.layers
+    assert law.both is None
+    choice, rest = every.both
+    assert choice == make_law("3d-rpe", **given, far=8)
+    assert law.regions == every.regions == choice.regions
+    assert rest.regions == make_law("3d-rpe", **given).regions[1:]
+    weak = make_law("3d-rpe", **given, far=8, full="all", focus=1.0, fade=0.0)
+    assert weak.both[1].regions == make_law("3d-rpe", **given, focus=1.0, fade=0.0).regions[1:]
     assert "full" not in make_law("3d-rpe", **given, far=8).to_dict()
     assert not make_law("3d-rpe", **given, far=0, full=3).layers

@@ -83,6 +83,8 @@ def _forward(task: Task, q: Tensor, k: Tensor, v: Tensor, far: Part | None) -> t
     fused = q.is_cuda and q.dtype != torch.float64
     shift, fades = task.shift, task.fade is not None
     begun: set[int] = set()
+    for rows in (_rows(block.rows, task.queries) for block in task.blocks if not block.calls):
+        result.out[:, :, rows], result.lse[:, :, rows] = 0.0, -torch.inf
     for slab, work in task.passes():
         turned: dict[Kind, Tensor] = {}
         for block, calls in work:

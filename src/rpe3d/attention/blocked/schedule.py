@@ -73,7 +73,7 @@ def schedule(regions: tuple[Region, ...], queries: range, keys: range, rows: int
     """
     if any(region.choice is not None for region in regions):
         return ()
-    if keys.start != 0 or not regions or not all(_has_calls(region, regions[0].last) for region in regions):
+    if keys.start != 0 or not regions or not all(_has_calls(region, _near(regions)) for region in regions):
         return ()
     units = {region.unit for region in regions}
     if len(units) > 1:
@@ -143,6 +143,11 @@ def _skips(regions: tuple[Region, ...], chunk: int, places: Places) -> Iterator[
                 yield Call(region=i, query=rows.start, rows=len(rows), key=key, columns=stop - key)
 
 
+def _near(regions: tuple[Region, ...]) -> int | None:
+    """Return the distance up to which nothing is far: the end of the nearest region, or what lies before it."""
+    return regions[0].last if regions[0].first is None else regions[0].first - 1
+
+
 def _has_calls(region: Region, near: int | None) -> bool:
     """Return whether calls can bound a region's keys: if it is all that is beyond; in chunks, by keys of the first."""
     if region.keys is None and not region.start:
@@ -207,12 +212,13 @@ def _far_edge(i: int, block: range, window: int) -> Iterator[Call]:
 
 def _chunk_blocks(regions: tuple[Region, ...], chunk: int, queries: range, keys: range, rows: int) -> Iterator[Block]:
     """Blocks for bands of chunk distances, the nearest region first."""
-    near = regions[0].last
+    near = _near(regions)
     head = queries.stop if near is None else min(queries.stop, (near + 1) * chunk)
     if queries.start < head:
-        # Nothing is far yet: one causal square, and what was before it.
+        # Nothing is far yet: one causal square, and what was before it; no call at all where near keys are not seen.
         block = range(queries.start, head)
-        yield Block(rows=block, calls=tuple(_trapezoid(0, block, 0, block.start, keys.stop)))
+        seen = _trapezoid(0, block, 0, block.start, keys.stop) if regions[0].first is None else ()
+        yield Block(rows=block, calls=tuple(seen))
     start = max(queries.start, head)
     # A long chunk is cut evenly, and not below twice the rows: its pieces share no calls, as chunks of a block do.
     piece = math.ceil(chunk / math.ceil(chunk / (2 * rows)))

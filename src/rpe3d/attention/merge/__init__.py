@@ -106,6 +106,9 @@ def add_up(
     """
     assert table is not None or not turned, "what is turned is turned back by a table"
     precise = torch.promote_types(out.dtype, torch.float32)
+    if not parts and not turned:
+        out.zero_()
+        return
     if not fuses(out):
         total = torch.zeros(out.shape, dtype=precise, device=out.device)
         for part in turned:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 from rpe3d.config import ConfigError, real, whole
@@ -23,6 +24,7 @@ BLOCK = 16
 FIRST = 128
 DECAY = 0.9
 """Level with 0.8 on one small model and better on another; a larger one may find more with 0.8 (docs/log.md)."""
+ALL = "all"
 FOCUS, FADE = 2.0, 0.125
 """Defaults for the weight of far keys when there are more than the model knows, measured on two models (log.md)."""
 
@@ -62,10 +64,9 @@ class Bounded(Law):
         "finds passages",
         later=True,
     )
-    full: tuple[int, ...] = parameter(
+    full: tuple[int, ...] | str = parameter(
         None,
-        "with far: layers of the model in which a query sees all far keys, faded by focus and fade (2 and 1/8 if both "
-        "are 0), e.g. 18-19-20; default none",
+        "with far: layers of the model in which a query also sees all far keys, e.g. 18-19-20, or all; default none",
         later=True,
         unsaid=(),
     )
@@ -158,10 +159,26 @@ class Bounded(Law):
 
     @property
     def layers(self) -> dict[int, Law]:
-        if not self.full:
-            return {}
+        return {} if self.full == ALL else dict.fromkeys(map(int, self.full), replace(self, full=ALL))
+
+    @cached_property
+    def both(self) -> tuple[Law, Law] | None:
+        """The choice, and all far keys, faded, beside it; in the layers of `full`, whose law has `ALL`."""
+        if self.full != ALL:
+            return None
         focus, fade = (self.focus, self.fade) if self.focus or self.fade else (FOCUS, FADE)
-        return dict.fromkeys(self.full, replace(self, far=0, focus=focus, fade=fade))
+        rest = FarAlone(
+            pretrained=self.pretrained,
+            context=self.context,
+            rotary=self.rotary,
+            chunk=self.chunk,
+            window=self.window,
+            reach=self.reach,
+            focus=focus,
+            fade=fade,
+            sinks=self.sinks,
+        )
+        return replace(self, full=()), rest
 
     @property
     def near_chunks(self) -> int:
@@ -182,9 +199,19 @@ class Bounded(Law):
         return self.chunk
 
 
-def _layers(given: Any) -> tuple[int, ...]:
-    """Parse numbers of layers, from a sequence, a number, or text such as 18-19-20."""
-    hint = "pass the numbers of layers, from 0 on, e.g. 18-19-20"
+class FarAlone(Bounded):
+    """The far keys of 3D-RPE without the near ones: what stands beside a choice of them, never a law by itself."""
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        return super().regions[1:]
+
+
+def _layers(given: Any) -> tuple[int, ...] | str:
+    """Parse numbers of layers, from a sequence, a number, or text such as 18-19-20; or all."""
+    if given == ALL:
+        return ALL
+    hint = "pass the numbers of layers, from 0 on, e.g. 18-19-20, or all"
     try:
         items = given.split("-") if isinstance(given, str) else [given] if isinstance(given, int) else list(given or ())
         numbers = [int(item) if isinstance(item, str) else item for item in items]
