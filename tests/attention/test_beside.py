@@ -106,7 +106,7 @@ def test_the_second_is_held_back_by_one_nat(t, s, dtype, device):
     close = 8 * torch.finfo(dtype).eps * float(truth.abs().max())
     torch.testing.assert_close(out.double(), truth, rtol=0, atol=close)
     torch.testing.assert_close(lse.double(), total, rtol=1e-6, atol=1e-6)
-    assert (out.double() - near).abs().max() > 3 * close
+    assert (out.double() - near).abs().max() > 0.01
 
 
 def test_padding_and_masks_reach_both(device):
