@@ -15,8 +15,8 @@ faded`, which is the law itself; their standard error is over texts, or passkeys
 every text, and keeps rows of other lengths and ways. Beside it, choosing-<model>-windows.csv has the numbers of each
 text and passkey: the same command at the same commit resumes after them. At the end, the differences to the way that
 ships are shown with 95 % intervals. `--only published` measures that way and the published ones, `--only rests` those
-that also see something of the blocks that they do not choose, `--only full` those that see all far keys in the layers
-18 to 20 of SmolLM2, and `--only layers` finds such layers of a model, three at a time.
+that also see something of the blocks that they do not choose, `--only full` those that also see all far keys in the
+layers 18 to 20 of SmolLM2, and `--only layers` finds such layers of a model, three at a time.
 
 `far_nats` is the mean loss of the key tokens of the text probes, by the rule of LongPPL (arXiv 2410.23771): those that
 near keys alone (and the first block) make less likely than the whole text does by more than 2 nats, and that the whole
@@ -291,7 +291,7 @@ def main() -> None:
         picked = by_layers(model.config.num_hidden_layers)
     chosen = {way.name: way for way in (ALL, *picked)}
     count = model.config.num_hidden_layers
-    if lacking := [layer for way in picked for layer in way.full if layer >= count]:
+    if lacking := [layer for way in picked for layer in way.layers if layer >= count]:
         raise ConfigError(f"the model has {count} layers, so none has the number {lacking[0]}", "try --only layers")
     name = Path(loaded.source).name.removesuffix(".gguf")
     shape = facts(model)

@@ -21,7 +21,7 @@ from rpe3d.config import ConfigError
 from rpe3d.geometry import Law
 from rpe3d.geometry.region import Choice, Turn
 from rpe3d.rotation import cos_sin, rotate
-from ways import ALL, SUMMARIES, Way, nsa, odd, representatives, spans, votes_for_keys
+from ways import SUMMARIES, Way, nsa, odd, representatives, spans, votes_for_keys
 
 PIECE = 16384  # tokens of the prefix in one forward
 TILE = 512  # queries of one mask
@@ -102,7 +102,7 @@ class Study:
             out, log = attention(q, k, v, self.law, rotated=True, scale=scaling)
         else:  # in float32: scores reach 35 000 in Qwen2.5's first layer, where bfloat16 would be 256 apart
             received = self.received.get(layer.layer_idx)
-            way = ALL if layer.layer_idx in self.way.full else self.way
+            way = self.way.there if self.way.there and layer.layer_idx in self.way.layers else self.way
             found, total = self.look(way, grouped, k[0].float(), v[0].float(), received)
             out, log = found.flatten(0, 1)[None].to(q.dtype), total.flatten(0, 1)[None]
         if self.reading and self.watched:
@@ -190,16 +190,17 @@ class Study:
     def rest(
         self, way: Way, far_q: Tensor, far_k: Tensor, k: Tensor, v: Tensor, picked: Tensor, far: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return attention of the probes to what they see of far blocks [t, m] that are not picked, and its log-sum.
+        """Return attention of the probes to what they see of far blocks [t, m] beside those picked, and its log-sum.
 
         `far_q` and `far_k` stand where bounded positions have them, `k` where stock RoPE does. The law's fade is that
         of the rest alone: together it weighs (Σ e^{τ s})^{1/τ} (R / p)^fade, times e^plus.
         """
-        fade, position, left = self.law.regions[-1].fade, self.start + self.within, far & ~picked
+        fade, position = self.law.regions[-1].fade, self.start + self.within
+        left = far.expand_as(picked) if way.rest == "all" else far & ~picked
         if way.sharp is not None:
             fade = replace(fade, focus=way.sharp * fade.focus)
             far_q = far_q * fade.sharpness(position).float()[:, None]
-        if way.rest == "keys":
+        if way.rest in ("all", "keys"):
             out, log = attend_blocks(far_q, far_k, v, left, far)
         else:
             one_k, one_v = self.one_of_each(way, far_k, k, v)

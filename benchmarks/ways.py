@@ -3,7 +3,7 @@
 Four are published: Quest (`bounds`), NSA, InfLLM (`representatives`) and ReAttention (`spans`). `PUBLISHED` gives each
 the number of far keys, the first keys and the positions of the way that ships, so that they differ in the choice alone.
 `RESTS` choose as the way that ships does, and let a query see something of the far blocks that it did not choose, too.
-`FULL` choose as the way that ships does, but in a few layers queries see all far keys, faded.
+`FULL` choose as the way that ships does, and in a few layers queries also see all far keys, faded, or these alone.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class Way:
     rest: str = ""  # of PARTS: what is seen of far blocks that are not chosen; `""`: nothing
     plus: float = 0.0  # added to the scores of the rest
     sharp: float | None = None  # the rest fades as the law has it, with this much of its focus; None: it does not
-    full: tuple[int, ...] = ()  # layers in which all far keys are seen, faded
+    layers: tuple[int, ...] = ()  # layers that have another way
+    there: Way | None = None  # that way
 
     @property
     def name(self) -> str:
@@ -72,7 +73,7 @@ class Way:
             f"rest {self.rest}": self.rest,
             f"plus {self.plus:g}": self.plus,
             f"rest faded x{self.sharp or 0:g}": self.sharp is not None,
-            f"full {'-'.join(map(str, self.full))}": self.full,
+            f"in layers {'-'.join(map(str, self.layers))}: {self.there and self.there.name}": self.layers,
         }
         first = f"{self.summary if self.keys else 'first'} of {self.block}" if self.summary else "all keys"
         return " + ".join([first, *(text for text, true in said.items() if true)])
@@ -89,6 +90,8 @@ PUBLISHED = (
     Way(summary="spans", block=32, ahead=True, first=128),
 )
 NEAR = Way(summary="mean", block=16, keys=0.0)  # near keys, and the first block, on which models rest their attention
+BESIDE = replace(SHIPS, rest="all", sharp=1.0, plus=-1.0)  # `full` layers of the law
+OTHERS = replace(BESIDE, rest="keys")
 RESTS = (
     NEAR,
     Way(),
@@ -99,14 +102,21 @@ RESTS = (
     *(replace(SHIPS, rest="mean", plus=plus) for plus in (0.0, 1.0)),
     replace(SHIPS, rest="middle"),
     *(replace(SHIPS, rest="odd", plus=plus) for plus in (0.0, -2.0)),
+    BESIDE,
 )
-FULL = (NEAR, Way(), SHIPS, replace(SHIPS, full=(18,)), replace(SHIPS, full=(18, 19, 20)))
+FULL = (
+    NEAR,
+    Way(),
+    SHIPS,
+    BESIDE,
+    *(replace(SHIPS, layers=(18, 19, 20), there=way) for way in (BESIDE, OTHERS, Way(faded=True))),
+)
 
 
 def by_layers(count: int) -> tuple[Way, ...]:
-    """Return the way that ships with all far keys in three neighbouring layers, for all layers of a model."""
+    """Return the way that ships with all far keys beside it in three neighbouring layers, for all layers of a model."""
     groups = [tuple(range(first, min(first + 3, count))) for first in range(0, count, 3)]
-    return (NEAR, Way(), SHIPS, *(replace(SHIPS, full=group) for group in groups))
+    return (NEAR, Way(), SHIPS, *(replace(SHIPS, layers=group, there=BESIDE) for group in groups))
 
 
 def ways() -> dict[str, Way]:
@@ -247,11 +257,12 @@ def odd(k: Tensor) -> Tensor:
     return away.argmax(-1)
 
 
-PARTS = ("keys", "mean", "middle", "odd")
-"""What may be seen of a block that is not chosen. `keys`: every key of it. The others are one key and one value that
-weigh as much as all keys of a block with that score would: `mean`, the mean of its keys, each where it stands (so the
-score is the mean score), and of its values; `middle`, the mean of its keys without positions, set to the block's
-middle, and of its values; `odd`, the key that is least like the mean of its block, and its value."""
+PARTS = ("all", "keys", "mean", "middle", "odd")
+"""What may be seen of a block that is not chosen. `keys`: every key of it; `all`: every key of every far block, chosen
+ones once more. The others are one key and one value that weigh as much as all keys of a block with that score would:
+`mean`, the mean of its keys, each where it stands (so the score is the mean score), and of its values; `middle`, the
+mean of its keys without positions, set to the block's middle, and of its values; `odd`, the key that is least like the
+mean of its block, and its value."""
 SUMMARIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mean": mean,
     "bounds": bounds,

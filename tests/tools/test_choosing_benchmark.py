@@ -126,7 +126,7 @@ def test_a_way_with_a_full_layer_is_the_law_with_one(choosing):
     """Both read the prefix themselves; the oracle is the extended model."""
     own = {"chunk": 128, "window": 128, "reach": 512}
     study = choosing.Study(tiny(512), make_law("3d-rpe", context=2048, **own, **facts(tiny(512))))
-    way = replace(choosing.SHIPS, full=(1,))
+    way = replace(choosing.by_layers(2)[-1], layers=(1,))
     study.read(drawn(1, PREFIX), way)
     model = extend(tiny(512), "3d-rpe", context=2048, **own, far=16, full=1)
     for probe, (each, _) in zip(probes(), study.nats(probes(), way), strict=True):
@@ -137,11 +137,14 @@ def test_a_way_with_a_full_layer_is_the_law_with_one(choosing):
 
 
 def test_as_many_blocks_as_there_are_is_every_key(choosing, study):
-    """Bit for bit, whatever the way: the choice is made, and leaves nothing out. In spans, heads vote for more keys."""
+    """Bit for bit, whatever the way: the choice is made, and leaves nothing out. In spans, heads vote for more keys.
+
+    Not so where every key is seen once more.
+    """
     every = {faded: nats(study, choosing.Way(faded=faded)) for faded in (False, True)}
     assert not torch.equal(every[False], every[True])
     for name, way in choosing.WAYS.items():
-        if way.summary:
+        if way.summary and way.rest != "all":
             most = replace(way, keys=1000.0, top=100 if way.summary == "spans" else way.top)
             assert torch.equal(nats(study, most), every[way.faded]), name
 
@@ -168,6 +171,7 @@ def test_ways_differ_from_every_key_and_from_each_other(choosing, study):
         "spans of 32 + first 128",
         f"{SHIPS} + coarse 128",
         f"{SHIPS} + rest keys + rest faded x1",
+        f"{SHIPS} + rest all + plus -1 + rest faded x1",
         f"{SHIPS} + rest mean",
         f"{SHIPS} + rest middle",
         f"{SHIPS} + rest odd",
@@ -396,6 +400,9 @@ def test_a_published_way_attends_to_what_its_formula_chooses(choosing, monkeypat
 
 
 RESTS = {
+    "all": lambda slow, **fade: (
+        lambda head, i, left: slow.every(head, i, [*range(slow.edge(slow.position[i]))], **fade)
+    ),
     "keys": lambda slow, **fade: partial(slow.every, **fade),
     "mean": lambda slow, **fade: partial(slow.one, stands_for=slow.by_mean, **fade),
     "middle": lambda slow, **fade: partial(slow.one, stands_for=slow.by_middle, **fade),
@@ -508,8 +515,11 @@ def test_rows_stand_beside_the_law_and_add_up(bench, tmp_path, capsys):
 
 def test_full_layers_are_tried_three_at_a_time(bench, choosing):
     rows = bench("--length", "2k", "--only", "layers")
-    assert [row["way"] for row in rows[3:]] == [SHIPS, f"{SHIPS} + full 0-1"]
-    assert [way.full for way in choosing.by_layers(7)[3:]] == [(0, 1, 2), (3, 4, 5), (6,)]
+    assert [row["way"] for row in rows[3:]] == [
+        SHIPS,
+        f"{SHIPS} + in layers 0-1: {SHIPS} + rest all + plus -1 + rest faded x1",
+    ]
+    assert [way.layers for way in choosing.by_layers(7)[3:]] == [(0, 1, 2), (3, 4, 5), (6,)]
     with pytest.raises(ConfigError, match="the model has 2 layers, so none has the number 18: try --only layers"):
         bench("--length", "2k", "--only", "full")
 
