@@ -120,15 +120,15 @@ def test_a_file_that_is_wrong_is_refused_before_anything_runs(tmp_path, jobs, wh
 
 def test_a_wrong_file_of_further_jobs_ends_none_and_what_a_job_leaves_behind_ends_with_it(tmp_path):
     """A file that is caught half-written must not cost the hours of the others."""
-    jobs = [Job(name="a", command=f"(sleep 1; touch {tmp_path}/never) & sleep 0.3", memory=0)]
-    made = Several(jobs, tmp_path)
+    jobs = [Job(name="a", command=f"(sleep 4; touch {tmp_path}/never) & sleep 0.3", memory=0)]
+    made, began = Several(jobs, tmp_path), time.monotonic()
     (tmp_path / "add" / "half.json").write_text('[{"name": "late"')
     until = time.monotonic() + 20
     while made.turn() and time.monotonic() < until:
         time.sleep(0.02)
     assert jobs[0].process.returncode == 0
     assert [path.name for path in (tmp_path / "add").iterdir()] == ["half.refused"]
-    time.sleep(1.2)
+    time.sleep(max(0.0, began + 5 - time.monotonic()))
     assert not (tmp_path / "never").exists()
 
 

@@ -159,7 +159,9 @@ class Bounded(Law):
 
     @property
     def layers(self) -> dict[int, Law]:
-        return {} if self.full == ALL else dict.fromkeys(map(int, self.full), replace(self, full=ALL))
+        if not self.full or self.full == ALL:
+            return {}
+        return dict.fromkeys(map(int, self.full), replace(self, full=ALL))
 
     @cached_property
     def both(self) -> tuple[Law, Law] | None:
