@@ -28,7 +28,7 @@ def ids():
 
 @pytest.fixture
 def model():
-    return extend(make(num_hidden_layers=4), context=512, **CHOSEN, full="1-3").double()
+    return extend(make(num_hidden_layers=4), context=512, **CHOSEN, full="1+3").double()
 
 
 def logits(model, ids, **given):
@@ -109,8 +109,8 @@ def test_training_runs_each_layer_under_its_own_law(model, ids):
     ("family", "full", "why"),
     [
         ("llama", 2, "the law names layer 2, but the model has layers 0 to 1: choose from 0, 1"),
-        ("llama", "0-7", "the law names layer 7"),
-        ("gemma3_text", "0-5", "the law names layer 0, which keeps its own attention: choose from 5"),
+        ("llama", "0+7", "the law names layer 7"),
+        ("gemma3_text", "0+5", "the law names layer 0, which keeps its own attention: choose from 5"),
         ("smollm3", 3, "the law names layer 3, which keeps its own attention: choose from 0, 1, 2"),
     ],
 )

@@ -142,10 +142,11 @@ def run(arguments: Namespace) -> int:
     file = results_file(arguments, "compare.json")
     if file is not None:
         check(file, {} if arguments.overwrite else {"settings": recorded(settings, arguments.fixed_keys)})
-    check_laws(arguments, given, [settings.context] if settings.context else settings.lengths)
+    lengths = [settings.context] if settings.context else settings.lengths
+    check_laws(arguments, given, lengths)
     first = ranks().first
     loaded = load_model(arguments)
-    check_loaded(loaded.model, given)
+    check_loaded(loaded.model, given, lengths)
     with progress_bar(first) as progress:
         results = compare(
             loaded.model,

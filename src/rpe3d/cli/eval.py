@@ -90,7 +90,8 @@ def run(arguments: Namespace) -> int:
     file = results_file(arguments, "eval.json")
     if file is not None:
         check(file, {}, "eval")
-    check_laws(arguments, given, [arguments.context] if arguments.context else arguments.length or ())
+    lengths = [arguments.context] if arguments.context else arguments.length or ()
+    check_laws(arguments, given, lengths)
     first = ranks().first
     loaded = load_model(arguments)
     chat, unknown = chat_of(arguments.chat, loaded.tokenizer, called(arguments.model))
@@ -99,7 +100,7 @@ def run(arguments: Namespace) -> int:
         notes.append("the chat template has no system turn, so L-Eval's instructions open the user's turn")
     for text in notes if first else ():
         note(text)
-    check_loaded(loaded.model, given)
+    check_loaded(loaded.model, given, lengths)
     with progress_bar(first) as progress:
         results = evaluate(
             loaded.model,

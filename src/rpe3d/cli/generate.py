@@ -147,12 +147,14 @@ def _law_like(model: Any, asking: LawSpec) -> Law:
     """Make the law of --ask for the context that the model was extended to."""
     from rpe3d.geometry import make_law
     from rpe3d.models import law_of
+    from rpe3d.models.extend import check_layers
 
     own = law_of(model)
     assert own is not None
     _check_shared("the checkpoint's own law is", own.name)
     asking.check(own.pretrained)
     made = make_law(**{k: v for k, v in own.to_dict().items() if k not in own.own}, **asking.parameters)
+    check_layers(model, made)
     note(f"asked under {summary(made)}")
     return made
 

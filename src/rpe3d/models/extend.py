@@ -90,6 +90,12 @@ def extend(model: Model, law: Law | str | Path = DEFAULT, *, context: int | None
     return model
 
 
+def check_layers(model: Any, law: Law) -> None:
+    """Refuse a law that names layers which the model lacks, or which no law reaches; `extend` does, too."""
+    if law.layers:
+        _check_layers(law, text_config(model), _read(model).found)
+
+
 def facts(model: Any) -> dict[str, Any]:
     """Return the keyword arguments of `make_law` that describe a model; refuse a model that cannot take a law.
 

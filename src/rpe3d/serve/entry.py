@@ -15,7 +15,8 @@ def law_entry(config: Any, law: str, context: int, parameters: dict[str, Any]) -
 
     from rpe3d.models import extend
 
-    if {**parse_law(law).parameters, **parameters}.get("full"):
+    named = {**parse_law(law).parameters, **parameters}
+    if named.get("full") is not None and named.get("far"):
         raise layers_refusal()
     if config.model_type not in FAMILIES:
         raise family_refusal(config.model_type)

@@ -307,9 +307,11 @@ def test_sinks_beside_a_choice_where_nothing_fades_are_refused():
 def test_full_layers_see_all_far_keys_at_the_same_positions():
     """Beside the choice, which they keep. The keys fade as under `3d-rpe` without `far`, or as focus and fade say."""
     given = {"pretrained": 1024, "context": 8192, "head_dim": 16, "chunk": 64, "window": 256, "reach": 512}
-    law = make_law("3d-rpe", **given, far=8, full="5-2")
+    law = make_law("3d-rpe", **given, far=8, full="5+2")
     assert law == make_law("3d-rpe", **given, far=8, full=[2, 5]) == saved_law(law.to_dict())
     assert law.to_dict()["full"] == [2, 5]
+    assert make_law("3d-rpe", **given, far=8, full="4+0-2").full == (0, 1, 2, 4)
+    assert make_law("3d-rpe", **given, far=8, full=0).full == (0,)
     every = make_law("3d-rpe", **given, far=8, full="all")
     assert dict(law.layers) == dict.fromkeys((2, 5), every)
     assert not every.layers
@@ -322,3 +324,12 @@ def test_full_layers_see_all_far_keys_at_the_same_positions():
     assert weak.both[1].regions == make_law("3d-rpe", **given, focus=1.0, fade=0.0).regions[1:]
     assert "full" not in make_law("3d-rpe", **given, far=8).to_dict()
     assert not make_law("3d-rpe", **given, far=0, full=3).layers
+
+
+@pytest.mark.parametrize("full", ["18-19-20", "5-2", "-1", -1, "1_0", "a", "1+", 1.5, True, "0-99999", [1, None]])
+def test_what_does_not_name_layers_is_refused(full):
+    given = {"pretrained": 1024, "context": 8192, "head_dim": 16, "chunk": 64, "window": 256, "reach": 512, "far": 8}
+    with pytest.raises(ConfigError, match=r"does not name layers.*18-20 for 18 to 20"):
+        make_law("3d-rpe", **given, full=full)
+    with pytest.raises(ConfigError, match="full names a layer twice: '3\\+1-4'"):
+        make_law("3d-rpe", **given, full="3+1-4")

@@ -10,7 +10,6 @@ time.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -21,7 +20,7 @@ from rpe3d.attention import reference
 from rpe3d.attention.blocked.backends import backend_for, without_plans
 from rpe3d.attention.blocked.run import Blocked, backward
 from rpe3d.attention.blocked.task import LEAST_BACKWARD, Task
-from rpe3d.attention.problem import Prepared, Problem, refuse_second_derivative, rotated
+from rpe3d.attention.problem import Prepared, Problem, rotated
 from rpe3d.attention.spans import Span, spans
 from rpe3d.geometry import Region
 from rpe3d.rotation.table import Tables
@@ -126,28 +125,6 @@ class Calls:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the output and the log-sum-exp."""
-        out, lse = self._attend(q, k, v, sinks)
-        if torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in (q, k, sinks)):
-            lse = WithGradient.apply(lse, q, k, sinks, self.problem)  # type: ignore[no-untyped-call]
-        return out, lse
-
-    def gradients(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, do: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of rotated q, k and v; `out` and `lse` are of whole rows, which may see other keys."""
-        if not self.tasks or any(span.places is not None for span, _ in self.tasks):
-            raise ValueError("there are no calls of consecutive tokens")
-        works = [(batch, span, task) for span, task in self.tasks for batch in self.batches(span, task)]
-        if len(works) == 1 and works[0][1].query == slice(None):  # all tokens of all sequences
-            return backward(works[0][2], q, k, v, out, lse, do, far=None)
-        dq, dk, dv = (torch.zeros_like(y) for y in (q, k, v))
-        for batch, span, task in works:
-            here, there = (batch, slice(None), span.query), (batch, slice(None), span.key)
-            found = backward(task, q[here], k[there], v[there], out[here], lse[here], do[here], far=None)
-            dq[here], dk[there], dv[there] = found
-        return dq, dk, dv
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         x = self.problem
         if q.shape != x.q.shape:
             raise ValueError(f"calls for queries {tuple(x.q.shape)} are given {tuple(q.shape)}")
@@ -168,6 +145,22 @@ class Calls:
                 out, lse = Blocked.apply(*here, sinks, task)  # type: ignore[no-untyped-call]
                 done.append((batch, span, out, lse))
         return _gathered(q, v, sinks, done)
+
+    def gradients(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, do: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of rotated q, k and v; `out` and `lse` are of whole rows, which may see other keys."""
+        if not self.tasks or any(span.places is not None for span, _ in self.tasks):
+            raise ValueError("there are no calls of consecutive tokens")
+        works = [(batch, span, task) for span, task in self.tasks for batch in self.batches(span, task)]
+        if len(works) == 1 and works[0][1].query == slice(None):  # all tokens of all sequences
+            return backward(works[0][2], q, k, v, out, lse, do, far=None)
+        dq, dk, dv = (torch.zeros_like(y) for y in (q, k, v))
+        for batch, span, task in works:
+            here, there = (batch, slice(None), span.query), (batch, slice(None), span.key)
+            found = backward(task, q[here], k[there], v[there], out[here], lse[here], do[here], far=None)
+            dq[here], dk[there], dv[there] = found
+        return dq, dk, dv
 
 
 def _in_a_row(x: Float[Tensor, "b h t d"]) -> Float[Tensor, "1 h b*t d"]:
@@ -193,7 +186,7 @@ def _gathered(q: Tensor, v: Tensor, sinks: Tensor | None, done: Done) -> tuple[T
     out = q.new_zeros(*q.shape[:3], v.shape[3])
     lse = torch.full(q.shape[:3], -torch.inf, dtype=done[0][3].dtype, device=q.device)
     if sinks is not None:
-        lse = sinks.detach().to(lse.dtype)[None, :, None].expand_as(lse).clone()
+        lse = sinks.to(lse.dtype)[None, :, None].expand_as(lse).clone()
     for batch, span, o, s in done:
         out[batch, :, span.query] = o
         lse[batch, :, span.query] = s
@@ -225,30 +218,3 @@ def tiled(x: Problem, rows: int = 256) -> tuple[Tensor, Tensor]:
         outs.append(out)
         lses.append(lse)
     return torch.cat(outs, 2), torch.cat(lses, 2)
-
-
-class WithGradient(torch.autograd.Function):
-    """Pass the log-sum-exp through, with the gradient that library calls leave out: recomputed on demand."""
-
-    @staticmethod
-    def forward(ctx: Any, lse: Tensor, q: Tensor, k: Tensor, sinks: Tensor | None, x: Problem) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, sinks)
-        ctx.problem = x
-        return lse.detach().clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
-        if gradient is None:
-            return (None,) * 5
-        refuse_second_derivative("library calls")
-        given = [y if y is None else y.detach().requires_grad_() for y in ctx.saved_tensors]
-        with torch.enable_grad():
-            q, k, sinks = given
-            assert q is not None
-            assert k is not None
-            _, lse = tiled(replace(ctx.problem, q=q, k=k, v=torch.zeros_like(k), sinks=sinks))
-            leaves = [y for y in given if y is not None]
-            # A row that sees nothing is -inf whatever the vectors.
-            found = iter(torch.autograd.grad(lse, leaves, gradient.masked_fill(lse == -torch.inf, 0.0)))
-        return None, *(None if y is None else next(found) for y in given), None

@@ -38,19 +38,44 @@ class Blocked(torch.autograd.Function):
         out, lse = (_apart(x, q) for x in (out, lse))
         ctx.task = task
         ctx.save_for_backward(q, k, v, out, lse, sinks, *((None, None) if far is None else far[:2]))
-        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, do: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None]:
+    def backward(
+        ctx: Any, do: Tensor | None, dlse: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None]:
         refuse_second_derivative("library calls")
-        q, k, v, out, lse, sinks, *far = ctx.saved_tensors
-        dq, dk, dv = backward(ctx.task, q, k, v, out, lse, do, far=None if far[0] is None else Part(*far))
+        q, k, v, out, lse, sinks, *kept = ctx.saved_tensors
+        far = None if kept[0] is None else Part(*kept)
+        do = torch.zeros_like(out) if do is None else do
+        dq, dk, dv = backward(ctx.task, q, k, v, out, lse, do, far=far)
+        delta = (do * out).sum(-1)
+        if dlse is not None:
+            ones, change = logs_as_values(v, out, lse, dlse)
+            far = far and far._replace(out=_first(far.out, 1.0))
+            found = backward(ctx.task, q, k, ones, torch.zeros_like(out), lse, change, far=far)
+            dq, dk, delta = dq + found[0], dk + found[1], delta - dlse
         dsinks = None
         if sinks is not None:
-            weight = torch.exp(sinks[:, None] - lse) * (do * out).sum(-1)
-            dsinks = -weight.sum((0, 2)).to(sinks.dtype)
+            dsinks = -(torch.exp(sinks[:, None] - lse) * delta).sum((0, 2)).to(sinks.dtype)
         return dq, dk, dv, dsinks, None
+
+
+def logs_as_values(v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor]:
+    """Return values and a gradient of the output that give q and k the gradient of the log-sum-exp.
+
+    With values that are all 1 in one dimension, an output gradient of dlse there, and an output of zeros, the slope of
+    a score p (dO · v - dO · O) is p dlse, in library calls that know nothing of it.
+    """
+    return _first(v, 1.0), _first(out, dlse.masked_fill(lse == -torch.inf, 0.0))
+
+
+def _first(like: Tensor, value: Tensor | float) -> Tensor:
+    """Return zeros with this value in the first dimension."""
+    made = torch.zeros_like(like)
+    made[..., 0] = value
+    return made
 
 
 def as_heads(x: Tensor, task: Task) -> Tensor:

@@ -19,6 +19,7 @@ import triton.language as tl
 from jaxtyping import Float, Float32
 from torch import Tensor
 
+from rpe3d.attention.blocked.run import logs_as_values
 from rpe3d.attention.chosen.far import INTERPRETED, LOG2_E, most_rows
 from rpe3d.attention.chosen.select import Selection, Unions
 from rpe3d.attention.chosen.vectors import _in_bfloat16
@@ -222,8 +223,10 @@ class Attend(torch.autograd.Function):
         dq, dk, dv = made.calls.gradients(q, k, v, out, lse, do)
         if dlse is not None:
             delta -= dlse
-            for total, part in zip((dq, dk), _of_logs(made, q, k, v, lse, dlse), strict=True):
-                total += part
+            ones, change = logs_as_values(v, out, lse, dlse)
+            of_logs = made.calls.gradients(q, k, ones, torch.zeros_like(out), lse, change)
+            dq += of_logs[0]
+            dk += of_logs[1]
         for span in made.spans:
             queries, keys = (span.batch, slice(None), span.query), (span.batch, slice(None), span.key)
             vectors = q[queries], k[keys], v[keys], do[queries], lse[queries], delta[queries]
@@ -243,21 +246,6 @@ def products(do: Float[Tensor, "b h t d"], out: Float[Tensor, "b h t d"]) -> Flo
         some = slice(start, start + step)
         made[:, some] = (do[:, some].float() * out[:, some].float()).sum(-1)
     return made
-
-
-def _of_logs(
-    made: Kernels, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, dlse: Tensor
-) -> tuple[Float[Tensor, "b h t d"], Float[Tensor, "b g s d"]]:
-    """Return what near keys give to dq and dk through the log-sum-exp, by calls of the library that know nothing of it.
-
-    With values that are all 1 in one dimension, an output gradient of dlse there, and an output of zeros, the slope of
-    a score p (dO · v - dO · O) is p dlse.
-    """
-    ones, change = torch.zeros_like(v), torch.zeros_like(q)
-    ones[..., 0] = 1
-    change[..., 0] = dlse.masked_fill(lse == -torch.inf, 0.0)
-    dq, dk, _ = made.calls.gradients(q, k, ones, torch.zeros_like(q), lse, change)
-    return dq, dk
 
 
 def add_far(

@@ -11,6 +11,7 @@ the layers named by `full`; the paper has neither.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,7 +25,7 @@ BLOCK = 16
 FIRST = 128
 DECAY = 0.9
 """Level with 0.8 on one small model and better on another; a larger one may find more with 0.8 (docs/log.md)."""
-ALL = "all"
+ALL, MOST_LAYERS = "all", 1000
 FOCUS, FADE = 2.0, 0.125
 """Defaults for the weight of far keys when there are more than the model knows, measured on two models (log.md)."""
 
@@ -66,7 +67,8 @@ class Bounded(Law):
     )
     full: tuple[int, ...] | str = parameter(
         None,
-        "with far: layers of the model in which a query also sees all far keys, e.g. 18-19-20, or all; default none",
+        "with far: layers of the model (18-20 are three, 3+18 two, or all) in which a query also sees all far keys, "
+        "faded by focus and fade (2 and 1/8 if both are 0), with 1/e of their weight; default none",
         later=True,
         unsaid=(),
     )
@@ -210,18 +212,24 @@ class FarAlone(Bounded):
 
 
 def _layers(given: Any) -> tuple[int, ...] | str:
-    """Parse numbers of layers, from a sequence, a number, or text such as 18-19-20; or all."""
+    """Parse numbers of layers, from a sequence, a number, or text such as 18-20 or 3+18-20; or all."""
     if given == ALL:
         return ALL
-    hint = "pass the numbers of layers, from 0 on, e.g. 18-19-20, or all"
-    try:
-        items = given.split("-") if isinstance(given, str) else [given] if isinstance(given, int) else list(given or ())
-        numbers = [int(item) if isinstance(item, str) else item for item in items]
-    except (TypeError, ValueError):
-        raise ConfigError(f"full is {given!r}, which is not a list of layers", hint) from None
-    layers = [whole("full", number, least=0) for number in numbers]
+    hint = "pass numbers of layers, from 0 on: 18, 18-20 for 18 to 20, or 3+18-20; or all"
+    said, refused = repr(given), ConfigError(f"full is {given!r}, which does not name layers", hint)
+    if isinstance(given, str):
+        given = given.split("+") if given else ()
+    layers: list[int] = []
+    for item in given if isinstance(given, list | tuple) else () if given is None else [given]:
+        ends = item.split("-") if isinstance(item, str) else [item, item]
+        if len(ends) > 2 or not all(re.fullmatch("[0-9]{1,9}", str(end)) for end in ends):
+            raise refused
+        first, last = int(ends[0]), int(ends[-1])
+        if first > last or last - first > MOST_LAYERS:
+            raise refused
+        layers += range(first, last + 1)
     if len({*layers}) < len(layers):
-        raise ConfigError(f"full names a layer twice: {given!r}", hint)
+        raise ConfigError(f"full names a layer twice: {said}", hint)
     return tuple(sorted(layers))
 
 
