@@ -83,10 +83,14 @@ def test_a_step_over_far_keys_without_near_ones_is_the_specification(run, s, dev
     assert_specified(x, *run(x))
 
 
-@pytest.mark.parametrize(("t", "s"), [(300, 300), (70, 401), (3, 300), (1, 401), (1, EDGE)])
-def test_both_laws_are_one_softmax(t, s, device):
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize(
+    ("t", "s"),
+    [(300, 300), (70, 401), (3, 300), (1, 401), (1, EDGE), (1, EDGE + 1), (EDGE, EDGE), (EDGE + 1, EDGE + 1)],
+)
+def test_both_laws_are_one_softmax(t, s, softcap, device):
     """The specification joins the pairs of both in one softmax; what runs are two problems and a merge."""
-    x = in_float64(problem(law_for(), device, t=t, s=s, sinks=torch.randn(4)))
+    x = in_float64(problem(law_for(), device, t=t, s=s, sinks=torch.randn(4), softcap=softcap))
     made = choose(x).prepared
     assert isinstance(made, Beside)
     for ours, truth in zip(made(x.q, x.k, x.v, x.sinks.double()), reference.attend(x), strict=True):

@@ -214,6 +214,20 @@ def test_key_tokens_of_another_tokenizer_are_those_within_its_spans(others, mode
     assert json.loads(file.read_text()) == content
 
 
+def test_in_windows_that_overlap_a_token_is_key_once_with_the_most_text_before_it(others, model, tokenizer):
+    text, file, _ = others
+    settings = Settings(laws=["rope"], lengths=[LENGTH], measures=["longppl"], windows=6)
+    found = compare(model, tokenizer, settings, texts=[text], keys=file)["keys"]["512"]
+    at = [i for i, letter in enumerate(text.content) for _ in letter.encode()]
+    starts = [window["start"] for window in found["windows"]]
+    assert starts[1] < starts[0] + LENGTH
+    inside = [n for n, letter in enumerate(at) if any(a <= letter < b for a, b in SPANS)]
+    counted = [n for n in inside if any(SHORT <= n - start < LENGTH for start in starts)]
+    assert [window["keys"] for window in found["windows"]] == [
+        [n - start for n in counted if start == min(one for one in starts if n < one + LENGTH)] for start in starts
+    ]
+
+
 @pytest.mark.parametrize(
     "damage", [{"windows": [{}]}, {"windows": None}, {"spans": []}, {"spans": {"words": [[5]]}}, {"by": {}}]
 )

@@ -11,6 +11,7 @@ import torch
 from rpe3d import ConfigError, make_law
 from rpe3d.serve import metrics
 from rpe3d.serve.checks import check_engine, check_model, check_told
+from rpe3d.serve.entry import law_entry
 from rpe3d.serve.versions import version_refusal
 
 
@@ -89,12 +90,26 @@ def test_versions(version, fine, on_gpu):
         (config(is_causal=False), "type 'llama'"),
         (config(law("dynamic")), "dynamic changes its frequencies"),
         (config(law(far=2, full=1)), "full layers is not served yet"),
+        (config(law(far=2, full="all")), "full layers is not served yet"),
         (SimpleNamespace(model_type="llama", rope_parameters={"rope_type": "default"}), "carries no law"),
     ],
 )
 def test_models_that_are_refused(given, why):
     with pytest.raises(ConfigError, match=why):
         check_model(given)
+
+
+def test_full_layers_are_refused_by_a_name_unless_nothing_is_chosen():
+    """On the command line of `rpe3d serve`, before a model is there; layer 0 is one, too."""
+    from transformers import LlamaConfig
+
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "max_position_embeddings": 64}
+    for full in (0, 1, "0-1", "all"):
+        with pytest.raises(ConfigError, match="full layers is not served yet"):
+            law_entry(LlamaConfig(**sizes), "3d-rpe:far=2", 512, {"full": full})
+    made = law_entry(LlamaConfig(**sizes), "3d-rpe:far=0,full=9", 512, {})
+    assert made["rope_parameters"]["law"]["far"] == 0
+
 
 
 @pytest.mark.parametrize(

@@ -185,7 +185,8 @@ def taken(
 ) -> Keys | None:
     """Return key tokens that another tokenizer's model found, as this one's; None where that cannot be told.
 
-    None of the first `short` tokens of a window is key.
+    None of the first `short` tokens of a window is key. Where windows overlap, a token is key in the first of them
+    alone: it counts once, with the most text before it.
     """
     of_length, found = longest(keys)
     if "spans" not in found or None in offsets.values():
@@ -193,20 +194,23 @@ def taken(
     said = {"by": {**found["by"], "length": of_length}}
     said |= {name: found[name] for name in ("alpha", "beta", "short", "step", "left_out")}
 
-    def of(window: Window) -> list[int]:
+    def of(window: Window, seen: set[int]) -> list[int]:
         at = offsets[window.text]
         assert at is not None
         key = spans.within(at[window.start :][: len(window.ids)], found["spans"].get(window.text, []))
         numbers = (key.nonzero().flatten() + len(window.first)).tolist()
-        return [number for number in numbers if number >= short]
+        before = window.start - len(window.first)
+        mine = [number for number in numbers if number >= short and before + number not in seen]
+        seen.update(before + number for number in mine)
+        return mine
 
-    return {
-        str(length): {
-            **said,
-            "windows": [{"text": one.text, "start": one.start, "keys": of(one)} for one in cut],
-        }
-        for length, cut in windows.items()
-    }
+    made: Keys = {}
+    for length, cut in windows.items():
+        seen: dict[str, set[int]] = {one.text: set() for one in cut}
+        each = {i: of(cut[i], seen[cut[i].text]) for i in sorted(range(len(cut)), key=lambda i: cut[i].start)}
+        rows = [{"text": one.text, "start": one.start, "keys": each[i]} for i, one in enumerate(cut)]
+        made[str(length)] = {**said, "windows": rows}
+    return made
 
 
 def find(bench: Bench, laws: Mapping[str, Law], length: int, cut: Truncation, by: Mapping[str, Any]) -> dict[str, Any]:

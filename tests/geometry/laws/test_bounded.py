@@ -322,6 +322,10 @@ def test_full_layers_see_all_far_keys_at_the_same_positions():
     assert rest.regions == make_law("3d-rpe", **given).regions[1:]
     weak = make_law("3d-rpe", **given, far=8, full="all", focus=1.0, fade=0.0)
     assert weak.both[1].regions == make_law("3d-rpe", **given, focus=1.0, fade=0.0).regions[1:]
+    own = {"far": 8, "block": 8, "first": 64, "decay": 0.7, "focus": 1.0, "fade": 0.0, "sinks": 3}
+    first, second = make_law("3d-rpe", **given, **own, full="all").both
+    assert first == make_law("3d-rpe", **given, **own)
+    assert second.regions == make_law("3d-rpe", **given, focus=1.0, fade=0.0, sinks=3).regions[1:]
     assert "full" not in make_law("3d-rpe", **given, far=8).to_dict()
     assert not make_law("3d-rpe", **given, far=0, full=3).layers
 
