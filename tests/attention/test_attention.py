@@ -359,6 +359,25 @@ def test_the_log_sum_exp_has_its_gradient(name, padded):
         torch.testing.assert_close(ours, truth, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("size", [1e-6, 1.0, 1e4])
+def test_gradients_of_the_log_sum_exp_are_not_lost_in_half_precision(size, dtype):
+    """Their size is another in each sequence. A smaller dlse than 6e-8 is 0 in float16, and 65520 is infinite."""
+    law = law_for("3d-rpe")
+    q, k, v = (x.to(dtype) for x in vectors(law))
+    weight = torch.randn(2, 6, TOKENS, dtype=torch.float64) * torch.tensor([size, 1.0])[:, None, None]
+    found = []
+    for kind, impl in ((dtype, "blocked"), (torch.float64, "reference")):
+        leaves = [x.to(kind).requires_grad_() for x in (q, k)]
+        lse = attention(*leaves, v.to(kind), law, impl=impl)[1]
+        found.append(torch.autograd.grad((lse * weight.to(lse.dtype)).sum(), leaves))
+    for ours, truth in zip(*found, strict=True):
+        for one, true in zip(ours.double(), truth, strict=True):
+            finest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+            close = 4 * torch.finfo(dtype).eps * float(true.abs().max()) + 2 * finest
+            torch.testing.assert_close(one, true, rtol=0, atol=close)
+
+
 @pytest.mark.parametrize("known", [False, True], ids=["asked", "known"])
 @pytest.mark.parametrize("name", ["3d-rpe", "3d-rpe-definition", "dca", "rope", "self-extend", "dpe"])
 def test_positions_with_gaps_are_exact_too(name, known, monkeypatch):

@@ -11,7 +11,7 @@ import torch
 
 from rpe3d import ConfigError
 from rpe3d.attention import Memory, attention, chosen, explain, prefill, reference
-from rpe3d.attention.beside import Beside
+from rpe3d.attention.beside import Beside, Mix
 from rpe3d.attention.blocked import Calls
 from rpe3d.attention.choose import choose
 from rpe3d.attention.decode import plain as decode_plain
@@ -151,6 +151,72 @@ def test_gradients_go_through_the_merge(device):
     )
     for ours, truth in zip(*found, strict=True):
         torch.testing.assert_close(ours, truth, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("which", ["output", "log-sum-exp"])
+def test_a_gradient_of_one_result_alone_goes_through_the_merge(which, device):
+    x = in_float64(problem(law_for(head_dim=16), device, t=150))
+    on, off = x.q.sin(), torch.zeros_like(x.q)
+    weight, logs = (on, None) if which == "output" else (off, x.q[..., 0].cos())
+
+    def run(impl):
+        leaves = [y.detach().clone().requires_grad_() for y in (x.q, x.k, x.v)]
+        out, lse = attention(*leaves, x.law, rotated=True, impl=impl)
+        total = (out * weight).sum() if logs is None else (lse * logs).sum()
+        return torch.autograd.grad(total, leaves, allow_unused=True)
+
+    for ours, truth in zip(run("auto"), run("reference"), strict=True):
+        torch.testing.assert_close(ours, torch.zeros_like(x.v) if truth is None else truth, rtol=0, atol=1e-11)
+
+
+def test_rows_that_one_of_two_laws_does_not_see_have_the_gradient_of_the_other(device):
+    """What lies in the other's output is not looked at, not even NaN."""
+    out, far, do = (torch.randn(1, 2, 4, 8, dtype=torch.float64, device=device) for _ in range(3))
+    lse, log, dlse = (torch.randn(1, 2, 4, dtype=torch.float64, device=device) for _ in range(3))
+    log[:, :, :2], far[:, :, :2] = -torch.inf, torch.nan
+    lse[:, :, 0] = -torch.inf
+    leaves = [y.requires_grad_() for y in (out, lse, far, log)]
+    mixed, total = Mix.apply(*leaves)
+    found = torch.autograd.grad(((mixed * do).sum(), torch.where(total.isinf(), 0.0, total * dlse).sum()), leaves)
+    seen = [y.detach().clone().requires_grad_() for y in (out[:, :, 1:], lse[:, :, 1:], far[:, :, 2:], log[:, :, 2:])]
+    both = torch.logaddexp(seen[1][:, :, 1:], seen[3])
+    shares = [(one - both).exp()[..., None] for one in (seen[1][:, :, 1:], seen[3])]
+    wanted = ((shares[0] * seen[0][:, :, 1:] + shares[1] * seen[2]) * do[:, :, 2:]).sum() + (
+        both * dlse[:, :, 2:]
+    ).sum()
+    wanted = wanted + (seen[0][:, :, 0] * do[:, :, 1]).sum() + (seen[1][:, :, 0] * dlse[:, :, 1]).sum()
+    for ours, truth in zip(found, torch.autograd.grad(wanted, seen), strict=True):
+        rows = truth.shape[2]
+        torch.testing.assert_close(ours[:, :, -rows:], truth, rtol=0, atol=1e-12)
+        assert not ours[:, :, :-rows].any()
+    mixed, _ = Mix.apply(*leaves)
+    with pytest.raises(ConfigError, match="no second derivative"):
+        torch.autograd.grad(mixed.nansum(), leaves, create_graph=True)
+
+
+@pytest.mark.parametrize("t", [1, 2])
+def test_a_step_of_padding_alone_leaves_the_sinks_as_they_are(t, device):
+    """Merged in place, the log-sum-exp must not be a view of what the caller gave."""
+    there = torch.zeros(1, 40, dtype=torch.bool, device=device)
+    there[:, :20] = True
+    places = (there.cumsum(1) - 1).clamp(min=0)
+    sinks = torch.randn(2, device=device)
+    before = sinks.clone()
+    x = problem(
+        law_for(), device, h=2, t=t, s=40, sinks=sinks,
+        query_positions=places[:, -t:], key_positions=places, query_mask=there[:, -t:], key_mask=there,
+    )  # fmt: skip
+    out, lse = choose(x).prepared(x.q, x.k, x.v, sinks)
+    assert not out.any()
+    assert torch.equal(lse, before[None, :, None].expand_as(lse))
+    lse.zero_()
+    assert torch.equal(sinks, before)
+
+
+def test_a_part_of_a_law_is_not_made_from_a_file():
+    """Nor in a compiled graph, which holds a law as its file."""
+    with pytest.raises(ConfigError, match="far keys alone"):
+        saved_law(law_for().both[1].to_dict())
 
 
 def test_it_is_said_how_each_law_runs(device):

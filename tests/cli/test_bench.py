@@ -34,6 +34,13 @@ def test_every_law_has_a_rate_of_reading_and_one_of_writing(folder, tmp_path, ca
     assert "3d-rpe" in capsys.readouterr().out
 
 
+def test_layers_that_the_model_lacks_are_refused_before_anything_is_measured(folder, monkeypatch, capsys):
+    monkeypatch.setattr("rpe3d.evaluate.speed._one", lambda *_: pytest.fail("measured"))
+    laws = "yarn,3d-rpe:chunk=16,window=32,reach=64,far=2,full=99"
+    said = refusal(capsys, "bench", str(folder), "--laws", laws, "--length", "300", "--device", "cpu")
+    assert said[:2] == (1, "the law names layer 99, but the model has layers 0 to 1")
+
+
 @pytest.mark.parametrize(
     ("given", "problem"),
     [

@@ -261,6 +261,15 @@ def test_bad_input_is_refused_before_the_model_is_looked_for(capsys, argv, probl
     assert hint
 
 
+def test_layers_that_the_model_lacks_are_refused_before_anything_is_measured(folder, tmp_path, capsys):
+    file = tmp_path / "r.json"
+    argv = (folder, "--laws", "rope,3d-rpe:chunk=16,window=32,reach=64,far=2,full=99", *SMALL, "--json", file)
+    code, said, hint = fails(capsys, *argv)
+    assert (code, said) == (1, "the law names layer 99, but the model has layers 0 to 1")
+    assert hint == "choose from 0, 1"
+    assert not file.exists()
+
+
 def test_a_model_that_is_not_there_is_said_after_everything_else(capsys):
     assert fails(capsys, "/nowhere/at/all")[:2] == (1, "there is no file or folder /nowhere/at/all")
 

@@ -60,6 +60,10 @@ def test_what_a_checkpoint_carries_is_named_with_the_command_that_uses_it(tmp_pa
             {"far": 4, "block": 8, "full": 1},
             ", far keys chosen: 4 blocks of 8, and all of them seen beside these in layer 1",
         ),
+        (
+            {"far": 4, "block": 8, "full": "all"},
+            ", far keys chosen: 4 blocks of 8, and all of them seen beside these in every layer",
+        ),
     ],
 )
 def test_a_chosen_far_field_is_told_with_the_law(own, chosen, tmp_path):

@@ -196,6 +196,14 @@ def test_a_model_without_a_chat_template_is_said_where_one_is_asked_for(folder, 
     assert "--chat" in hint
 
 
+def test_layers_that_the_model_lacks_are_refused_before_anything_is_measured(folder, tmp_path, capsys):
+    file = tmp_path / "r.json"
+    laws = "rope,3d-rpe:chunk=16,window=32,reach=64,far=2,full=99"
+    said = fails(capsys, folder, "--tasks", "passkey", "--laws", laws, *SMALL, "--json", file)
+    assert said[:2] == (1, "the law names layer 99, but the model has layers 0 to 1")
+    assert not file.exists()
+
+
 @pytest.mark.parametrize("argv", [["--tasks"], [], ["--tasks", "ppl", "--length", "8q"]])
 def test_wrong_usage_exits_with_2(capsys, argv):
     assert fails(capsys, "default", *argv)[0] == 2

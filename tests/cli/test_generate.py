@@ -96,6 +96,13 @@ def test_what_cannot_be_asked_under_another_law_is_refused(folder, document, cap
     assert "decay is 0" in refusal(capsys, *argv, "--ask", "3d-rpe:far=2,decay=0")[1]
 
 
+@pytest.mark.parametrize("option", ["--law", "--ask"])
+def test_layers_that_the_model_lacks_are_refused_before_anything_is_read(folder, document, capsys, monkeypatch, option):
+    monkeypatch.setattr(generate, "_read", lambda *_: pytest.fail("read"))
+    argv = ("generate", folder, "where?", "--document", document, *FEW, option, "3d-rpe:far=2,full=99")
+    assert "names layer 99, but the model has layers 0 to 1" in refusal(capsys, *argv)[1]
+
+
 CHAT = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}<|assistant|>\n"
 
 

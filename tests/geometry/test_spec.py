@@ -52,6 +52,11 @@ def test_a_law_may_have_a_short_name():
     assert parse_laws(text)[1].parameters == {"reach": 16, "focus": 0}
 
 
+@pytest.mark.parametrize("text", ["1_0", "\u0661", "\uff11"])  # 10, and 1 in other digits, to Python's int
+def test_numbers_are_written_in_plain_digits(text):
+    assert parse_law(f"3d-rpe:chunk={text}").parameters == {"chunk": text}
+
+
 def test_a_law_is_not_called_by_the_name_of_another():
     with pytest.raises(ConfigError, match="3d-rpe cannot be called yarn: that is another law: choose another name"):
         parse_law("yarn=3d-rpe:chunk=4")

@@ -105,6 +105,20 @@ def test_training_runs_each_layer_under_its_own_law(model, ids):
         torch.testing.assert_close(logits(model, ids), found, rtol=0, atol=1e-10)
 
 
+def test_a_part_of_a_law_is_no_law_for_a_model():
+    model = make()
+    with pytest.raises(ConfigError, match="FarAlone is a part of 3d-rpe, not a law"):
+        extend(model, make_law("3d-rpe", **rpe3d.models.facts(model), context=512, **CHOSEN, full="all").both[1])
+    assert law_of(model) is None
+
+
+def test_a_checkpoint_is_not_loaded_with_fewer_layers_than_its_law_names(model, tmp_path):
+    model.save_pretrained(tmp_path)
+    assert law_of(type(model).from_pretrained(tmp_path)).full == (1, 3)
+    with pytest.raises(ConfigError, match="law names layer 3, but the model has layers 0 to 2"):
+        type(model).from_pretrained(tmp_path, num_hidden_layers=3)
+
+
 @pytest.mark.parametrize(
     ("family", "full", "why"),
     [

@@ -5,12 +5,14 @@ Chosen for laws with `Law.both`. Equals `reference`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from rpe3d.attention.chosen.memory import Memory, remembers
-from rpe3d.attention.merge import Part, merge_checked
-from rpe3d.attention.problem import Prepared, Problem
+from rpe3d.attention.merge import Part, merge_checked, products
+from rpe3d.attention.problem import Prepared, Problem, refuse_second_derivative
 from rpe3d.attention.reference import HELD
 from rpe3d.geometry import Law
 
@@ -36,16 +38,40 @@ class Beside:
         far, log = self.second(q, k, v, None)
         log = log - HELD
         if any(y.requires_grad for y in (out, lse, far, log)):
-            return _mixed((out, far), (lse, log))
-        fused = out.is_cuda and out.dtype != torch.float64
-        merge_checked([Part(out, lse), Part(far, log)], out, lse, fused=fused)
+            mixed: tuple[Tensor, Tensor] = Mix.apply(out, lse, far, log)
+            return mixed
+        _merge((out, lse), (far, log), out, lse)
         return out, lse
 
 
-def _mixed(outs: tuple[Tensor, Tensor], logs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return `merge` in plain operations, with gradients."""
-    log = torch.stack(logs)
-    nothing = (log == -torch.inf).all(0)
-    lse = log.masked_fill(nothing, 0.0).logsumexp(0).masked_fill(nothing, -torch.inf)
-    weights = torch.exp(log - lse.masked_fill(nothing, 0.0))[..., None]
-    return (weights * torch.stack(outs).to(log.dtype)).sum(0).to(outs[0].dtype), lse
+class Mix(torch.autograd.Function):
+    """`merge` of two parts, with gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, lse: Tensor, far: Tensor, log: Tensor) -> tuple[Tensor, Tensor]:
+        mixed, total = torch.empty_like(out), torch.empty_like(lse)
+        _merge((out, lse), (far, log), mixed, total)
+        ctx.save_for_backward(out, lse, far, log, total)
+        ctx.set_materialize_grads(False)
+        return mixed, total
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return p dO and p (dO · (o - O) + dlse) for each part, o, with the share p of the weights."""
+        refuse_second_derivative("a merge of two laws")
+        out, lse, far, log, total = ctx.saved_tensors
+        whole = total.masked_fill(total == -torch.inf, 0.0)
+        shares = torch.exp(lse - whole), torch.exp(log - whole)
+        slopes = [torch.zeros_like(total) if dlse is None else dlse] * 2
+        if do is None:
+            return None, shares[0] * slopes[0], None, shares[1] * slopes[1]
+        along = [products(do, one).masked_fill(share == 0, 0.0) for one, share in zip((out, far), shares, strict=True)]
+        mean = shares[0] * along[0] + shares[1] * along[1]
+        dlses = [share * (slope + one - mean) for share, slope, one in zip(shares, slopes, along, strict=True)]
+        douts = [(do * share[..., None]).to(do.dtype) for share in shares]
+        return douts[0], dlses[0], douts[1], dlses[1]
+
+
+def _merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], out: Tensor, lse: Tensor) -> None:
+    fused = out.is_cuda and out.dtype != torch.float64
+    merge_checked([Part(*first), Part(*second)], out, lse, fused=fused)

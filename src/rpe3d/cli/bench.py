@@ -45,7 +45,7 @@ def run(arguments: Namespace) -> int:
         check_writable("--json", arguments.json)
     check_laws(arguments, given, [length + new])
     loaded = load_model(arguments)
-    check_loaded(loaded.model, given, [length + new])
+    check_loaded(loaded.model, given)
     known = facts(as_stock(loaded.model))
     context = max(length + new, 2 * known["pretrained"])
     with progress_bar() as progress:

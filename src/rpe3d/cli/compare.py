@@ -146,7 +146,7 @@ def run(arguments: Namespace) -> int:
     check_laws(arguments, given, lengths)
     first = ranks().first
     loaded = load_model(arguments)
-    check_loaded(loaded.model, given, lengths)
+    check_loaded(loaded.model, given)
     with progress_bar(first) as progress:
         results = compare(
             loaded.model,

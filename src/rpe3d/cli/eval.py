@@ -100,7 +100,7 @@ def run(arguments: Namespace) -> int:
         notes.append("the chat template has no system turn, so L-Eval's instructions open the user's turn")
     for text in notes if first else ():
         note(text)
-    check_loaded(loaded.model, given, lengths)
+    check_loaded(loaded.model, given)
     with progress_bar(first) as progress:
         results = evaluate(
             loaded.model,

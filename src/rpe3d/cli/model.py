@@ -74,13 +74,10 @@ def check_law(arguments: Namespace, law: LawSpec, context: int) -> None:
         make_law(law.name, context=context, **known, **law.parameters)
 
 
-def check_loaded(model: Any, laws: Sequence[LawSpec], lengths: Sequence[int]) -> None:
-    """Refuse law files made for other models and layers that it lacks; note when a checkpoint's law is set aside."""
+def check_loaded(model: Any, laws: Sequence[LawSpec]) -> None:
+    """Refuse law files made for other models, and note when a checkpoint's own law is set aside."""
     from rpe3d.evaluate.ranks import ranks
-    from rpe3d.evaluate.under import laws_at
-    from rpe3d.geometry import Law
-    from rpe3d.models import facts, law_of, pretrained_length
-    from rpe3d.models.extend import check_layers
+    from rpe3d.models import law_of, pretrained_length
 
     own = law_of(model)
     if laws and own is not None and ranks().first:
@@ -88,9 +85,6 @@ def check_loaded(model: Any, laws: Sequence[LawSpec], lengths: Sequence[int]) ->
         note(f"{what}; `rpe3d eval MODEL --tasks ppl,passkey` measures it as it is")
     for law in laws:
         law.check(pretrained_length(model))
-    for made in laws_at(laws, lengths or [pretrained_length(model)], facts(model)).values() if laws else ():
-        if isinstance(made, Law):
-            check_layers(model, made)
 
 
 def summary(law: Any) -> str:

@@ -25,7 +25,7 @@ from rpe3d.evaluate.settings import Settings
 from rpe3d.evaluate.store import SCHEMA, Key, Row, Store
 from rpe3d.evaluate.tasks.probes import Bench, Found
 from rpe3d.evaluate.texts import Text, check_tokens, default_texts, tokenize
-from rpe3d.evaluate.under import about, laws_at, raise_if_all_refuse
+from rpe3d.evaluate.under import about, check_all_layers, laws_at, raise_if_all_refuse
 from rpe3d.models import as_stock, facts
 from rpe3d.models.own_context import as_the_checkpoint_has_it
 from rpe3d.text import opening
@@ -62,6 +62,7 @@ def compare(
     laws = laws_at(asked, settings.lengths, known, settings.context)
     for entry in asked:  # a law that refuses all lengths has wrong parameters
         raise_if_all_refuse(laws[entry.label, length] for length in settings.lengths)
+    check_all_layers(model, laws.values())
     content: dict[str, Any] = {
         "schema": SCHEMA,
         "kind": "compare",

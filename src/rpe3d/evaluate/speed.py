@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rpe3d.config import ConfigError
 from rpe3d.evaluate.grid import Progress
+from rpe3d.evaluate.under import laws_of
 from rpe3d.geometry import LawSpec
 from rpe3d.models import extend, restore
 
@@ -50,6 +51,8 @@ def measure_speed(
     vocabulary = int(model.config.get_text_config().vocab_size)
     prompt = torch.randint(0, vocabulary, (1, length), generator=draw).to(model.device)
     names = check_labels(laws)
+    for entry in laws:
+        laws_of(model, [entry], [context])  # refuses what does not fit the model, before anything is measured
     readings: dict[tuple[str, str], list[Reading]] = {(what, name): [] for what in MEASURED for name in names}
     total = (repeat + 1) * len(names)
     for turn in range(total):

@@ -11,6 +11,7 @@ import torch
 from rpe3d.config import ConfigError
 from rpe3d.geometry import Law, LawSpec
 from rpe3d.models import extend, facts, law_of, restore
+from rpe3d.models.extend import check_layers
 from rpe3d.models.own_context import as_the_checkpoint_has_it
 
 Cell = tuple[str, int]
@@ -31,6 +32,7 @@ def laws_of(
         return {(own.name if own else STOCK, length): None for length in lengths}
     made = laws_at([as_the_checkpoint_has_it(model, entry) for entry in entries], lengths, facts(model), context)
     raise_if_all_refuse(made.values())
+    check_all_layers(model, made.values())
     return made
 
 
@@ -57,6 +59,13 @@ def raise_if_all_refuse(laws: Iterable[Law | ConfigError]) -> None:
     refusals = [law for law in found if isinstance(law, ConfigError)]
     if len(refusals) == len(found):
         raise refusals[0]
+
+
+def check_all_layers(model: Any, laws: Iterable[Law | ConfigError]) -> None:
+    """Refuse a law that names layers which the model lacks, before any is measured."""
+    for law in laws:
+        if isinstance(law, Law):
+            check_layers(model, law)
 
 
 def own_length(model: Any) -> int:

@@ -86,7 +86,7 @@ def parse_value(text: str) -> bool | int | float | str:
     """Parse a parameter's value: true or false, a number, a size such as 2k, or a word."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
-    for kind in (int, float, size):
+    for kind in (int, float, size) if text.isascii() and "_" not in text else ():
         with suppress(ValueError):
             return kind(text)
     return text

@@ -82,6 +82,12 @@ def carried(config: Any, layer_type: str | None = None) -> Carried | None:
     if isinstance(parameters, Carried) and parameters["law"] == parameters.source:
         return parameters
     held = Carried(parameters)
+    last, count = max(held.law.layers, default=-1), getattr(config, "num_hidden_layers", None)
+    if count is not None and last >= count:
+        raise ConfigError(
+            f"the config's law names layer {last}, but the model has layers 0 to {count - 1}",
+            "load the checkpoint with all of its layers, or extend the stock model again",
+        )
     if "rope_type" in config.rope_parameters:
         config.rope_parameters = held
     else:

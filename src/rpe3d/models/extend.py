@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rpe3d.config import SCALINGS, ConfigError, Rotary, Scaling, make_scaling, whole
-from rpe3d.geometry import DEFAULT, Law, LawSpec, make_law, parse_law, read_law
+from rpe3d.geometry import DEFAULT, LAWS, Law, LawSpec, make_law, parse_law, read_law
 from rpe3d.geometry.frequencies import model_frequencies
 from rpe3d.models.carried import Carried, carried, kind_of, parameters_of, stock_of
 from rpe3d.models.noted import is_watched, unwatch, watch
@@ -274,6 +274,8 @@ def _law_for(facts: dict[str, Any], law: Law | LawSpec, context: int | None, par
         return make_law(law.name, context=whole("context", context), **facts, **{**law.parameters, **parameters})
     if given := sorted(parameters) if context is None else ["context"]:
         raise ConfigError(f"{given[0]} is given together with a finished law", "leave it out, or pass the law by name")
+    if LAWS.get(law.name, type(law)) is not type(law):
+        raise ConfigError(f"{type(law).__name__} is a part of {law.name}, not a law", "pass the law itself")
     made_for = law.to_dict()
     for name, value in facts.items():
         if made_for[name] != value:

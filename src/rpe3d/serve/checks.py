@@ -28,7 +28,7 @@ def family_refusal(model_type: str) -> ConfigError:
 
 def layers_refusal() -> ConfigError:
     return ConfigError(
-        "a law with full layers is not served yet: vLLM's layers all have one law",
+        "a law with full layers is not served yet: on vLLM, queries see chosen far keys or all of them, not both",
         "leave full out, or answer with `rpe3d generate`",
     )
 

@@ -296,7 +296,7 @@ def test_a_parameter_of_the_choice_without_a_choice_is_refused(idle):
 
 def test_sinks_beside_a_choice_where_nothing_fades_are_refused():
     given = {"pretrained": 8192, "context": 65536, "head_dim": 64, "far": 64}
-    with pytest.raises(ConfigError, match="sinks is 4, but with far no key fades") as refused:
+    with pytest.raises(ConfigError, match="sinks is 4, but chosen far keys do not fade") as refused:
         make_law("3d-rpe", **given, sinks=4)
     assert "first=4" in refused.value.hint
     assert make_law("3d-rpe", **given, sinks=4, fade=0.125).sinks == 4
@@ -330,7 +330,7 @@ def test_full_layers_see_all_far_keys_at_the_same_positions():
     assert not make_law("3d-rpe", **given, far=0, full=3).layers
 
 
-@pytest.mark.parametrize("full", ["18-19-20", "5-2", "-1", -1, "1_0", "a", "1+", 1.5, True, "0-99999", [1, None]])
+@pytest.mark.parametrize("full", ["18-19-20", "5-2", "-1", -1, "1_0", "a", "", "1+", 1.5, True, "0-99999", [1, None]])
 def test_what_does_not_name_layers_is_refused(full):
     given = {"pretrained": 1024, "context": 8192, "head_dim": 16, "chunk": 64, "window": 256, "reach": 512, "far": 8}
     with pytest.raises(ConfigError, match=r"does not name layers.*18-20 for 18 to 20"):

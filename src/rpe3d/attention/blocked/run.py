@@ -52,23 +52,29 @@ class Blocked(torch.autograd.Function):
         dq, dk, dv = backward(ctx.task, q, k, v, out, lse, do, far=far)
         delta = (do * out).sum(-1)
         if dlse is not None:
-            ones, change = logs_as_values(v, out, lse, dlse)
+            ones, change, size = logs_as_values(v, out, lse, dlse)
             far = far and far._replace(out=_first(far.out, 1.0))
             found = backward(ctx.task, q, k, ones, torch.zeros_like(out), lse, change, far=far)
-            dq, dk, delta = dq + found[0], dk + found[1], delta - dlse
+            dq += found[0] * size
+            dk += found[1] * size
+            delta = delta - dlse
         dsinks = None
         if sinks is not None:
             dsinks = -(torch.exp(sinks[:, None] - lse) * delta).sum((0, 2)).to(sinks.dtype)
         return dq, dk, dv, dsinks, None
 
 
-def logs_as_values(v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor]:
-    """Return values and a gradient of the output that give q and k the gradient of the log-sum-exp.
+def logs_as_values(v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return values and a gradient of the output that give q and k the gradient of the log-sum-exp, up to a factor.
 
     With values that are all 1 in one dimension, an output gradient of dlse there, and an output of zeros, the slope of
-    a score p (dO · v - dO · O) is p dlse, in library calls that know nothing of it.
+    a score p (dO · v - dO · O) is p dlse, in library calls that know nothing of it. The factor is a power of two per
+    sequence, which dlse is divided by: in float16 a small gradient would be 0, and a large one infinite.
     """
-    return _first(v, 1.0), _first(out, dlse.masked_fill(lse == -torch.inf, 0.0))
+    dlse = dlse.masked_fill(lse == -torch.inf, 0.0)
+    least = torch.finfo(dlse.dtype).tiny
+    size = dlse.abs().amax((1, 2), keepdim=True).clamp(min=least).log2().floor().exp2()
+    return _first(v, 1.0), _first(out, dlse / size), size[..., None]
 
 
 def _first(like: Tensor, value: Tensor | float) -> Tensor:

@@ -24,6 +24,7 @@ from rpe3d.attention.chosen.far import INTERPRETED, LOG2_E, most_rows
 from rpe3d.attention.chosen.select import Selection, Unions
 from rpe3d.attention.chosen.vectors import _in_bfloat16
 from rpe3d.attention.decode.loop import _cdiv, _power
+from rpe3d.attention.merge import products
 from rpe3d.attention.prefill.kernel import _dot
 from rpe3d.attention.problem import refuse_second_derivative
 from rpe3d.attention.spans import Span
@@ -223,10 +224,10 @@ class Attend(torch.autograd.Function):
         dq, dk, dv = made.calls.gradients(q, k, v, out, lse, do)
         if dlse is not None:
             delta -= dlse
-            ones, change = logs_as_values(v, out, lse, dlse)
+            ones, change, size = logs_as_values(v, out, lse, dlse)
             of_logs = made.calls.gradients(q, k, ones, torch.zeros_like(out), lse, change)
-            dq += of_logs[0]
-            dk += of_logs[1]
+            dq += of_logs[0] * size
+            dk += of_logs[1] * size
         for span in made.spans:
             queries, keys = (span.batch, slice(None), span.query), (span.batch, slice(None), span.key)
             vectors = q[queries], k[keys], v[keys], do[queries], lse[queries], delta[queries]
@@ -235,17 +236,6 @@ class Attend(torch.autograd.Function):
         if sinks is not None:
             dsinks = -(torch.exp(sinks[:, None] - lse) * delta).sum((0, 2)).to(sinks.dtype)
         return dq, dk, dv, dsinks, None
-
-
-def products(do: Float[Tensor, "b h t d"], out: Float[Tensor, "b h t d"]) -> Float32[Tensor, "b h t"]:
-    """Return dO · O of every row in float32, a few heads at a time."""
-    b, h, t, d = out.shape
-    made = torch.empty(b, h, t, dtype=torch.float32, device=out.device)
-    step = max(1, ROOM // (16 * b * t * d))
-    for start in range(0, h, step):
-        some = slice(start, start + step)
-        made[:, some] = (do[:, some].float() * out[:, some].float()).sum(-1)
-    return made
 
 
 def add_far(

@@ -161,7 +161,7 @@ def _merged(
     if sinks is not None:
         logs.append(sinks.to(precise).reshape(1, *rows.shape[1:3]))
     if not results:
-        lse = logs[0][0] if logs else rows.new_full(rows.shape[1:3], -torch.inf, dtype=precise)
+        lse = logs[0][0].clone() if logs else rows.new_full(rows.shape[1:3], -torch.inf, dtype=precise)
         return rows.new_zeros(*rows.shape[1:3], v.shape[2]), lse
     log, out = torch.cat(logs), torch.cat([out for out, _ in results])
     top = log.amax(0).clamp(min=torch.finfo(precise).min)

@@ -18,6 +18,8 @@ from rpe3d.rotation import rotate
 
 IMPLS = ("auto", "torch", "triton")
 MOST = 12
+ROOM = 2**28
+"""Bytes that copies of gradients in float32 may take."""
 _HAS_TRITON = find_spec("triton") is not None
 
 
@@ -135,6 +137,18 @@ def add_up(
 def fuses(out: Tensor) -> bool:
     """Say whether `add_up` is one kernel for such a result."""
     return out.is_cuda and _HAS_TRITON and out.dtype != torch.float64 and out.shape[3] % 2 == 0
+
+
+def products(do: Float[Tensor, "b h t e"], out: Float[Tensor, "b h t e"]) -> Float[Tensor, "b h t"]:
+    """Return dO · O of every row in at least float32, a few heads at a time."""
+    b, h, t, e = out.shape
+    precise = torch.promote_types(out.dtype, torch.float32)
+    made = torch.empty(b, h, t, dtype=precise, device=out.device)
+    step = max(1, ROOM // (16 * b * t * e))
+    for start in range(0, h, step):
+        some = slice(start, start + step)
+        made[:, some] = (do[:, some].to(precise) * out[:, some].to(precise)).sum(-1)
+    return made
 
 
 def _plain(parts: Sequence[Part], out: Tensor, lse: Tensor, sinks: Tensor | None, fade: Tensor | None) -> None:

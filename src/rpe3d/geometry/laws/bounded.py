@@ -4,8 +4,8 @@
 
 for a query at offset m of chunk i and a key at offset n of chunk j. Departs from the paper: the second coordinate is a
 bounded position instead of the phase φ, so a pair within the window w is exact RoPE, and no pair is shown a relative
-position of R or more. Far keys of a query beyond R fade (`Fade`), or only some of them are seen (`Choice`) except in
-the layers named by `full`; the paper has neither.
+position of R or more. Far keys of a query beyond R fade (`Fade`), or only some of them are seen (`Choice`); in the
+layers named by `full`, all of them are seen beside these, faded. The paper has neither.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Bounded(Law):
         sinks = whole("sinks", self.sinks, least=0, most=chunk)
         if sinks and far and not any(weights.values()):
             raise ConfigError(
-                f"sinks is {sinks}, but with far no key fades: focus and fade are 0",
+                f"sinks is {sinks}, but chosen far keys do not fade: focus and fade are 0",
                 f"leave sinks out, and give first={sinks} to keep the first keys in sight",
             )
         block = math.gcd(BLOCK, chunk) if self.block is None and far else self.block
@@ -204,11 +204,17 @@ class Bounded(Law):
 
 
 class FarAlone(Bounded):
-    """The far keys of 3D-RPE without the near ones: what stands beside a choice of them, never a law by itself."""
+    """The far keys of 3D-RPE without the near ones: what stands beside a choice of them, never a law by itself.
+
+    So no file and no compiled graph can make it from what it is called there.
+    """
 
     @property
     def regions(self) -> tuple[Region, ...]:
         return super().regions[1:]
+
+    def to_dict(self) -> dict[str, Any]:
+        return super().to_dict() | {"name": f"{self.name}, far keys alone"}
 
 
 def _layers(given: Any) -> tuple[int, ...] | str:
@@ -218,7 +224,7 @@ def _layers(given: Any) -> tuple[int, ...] | str:
     hint = "pass numbers of layers, from 0 on: 18, 18-20 for 18 to 20, or 3+18-20; or all"
     said, refused = repr(given), ConfigError(f"full is {given!r}, which does not name layers", hint)
     if isinstance(given, str):
-        given = given.split("+") if given else ()
+        given = given.split("+")
     layers: list[int] = []
     for item in given if isinstance(given, list | tuple) else () if given is None else [given]:
         ends = item.split("-") if isinstance(item, str) else [item, item]
