@@ -107,7 +107,7 @@ def test_training_runs_each_layer_under_its_own_law(model, ids):
 
 def test_a_part_of_a_law_is_no_law_for_a_model():
     model = make()
-    with pytest.raises(ConfigError, match="FarAlone is a part of 3d-rpe, not a law"):
+    with pytest.raises(ConfigError, match="the law is a FarAlone, but 3d-rpe is the name of a Bounded"):
         extend(model, make_law("3d-rpe", **rpe3d.models.facts(model), context=512, **CHOSEN, full="all").both[1])
     assert law_of(model) is None
 

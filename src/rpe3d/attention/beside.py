@@ -62,14 +62,13 @@ class Mix(torch.autograd.Function):
         out, lse, far, log, total = ctx.saved_tensors
         whole = total.masked_fill(total == -torch.inf, 0.0)
         shares = torch.exp(lse - whole), torch.exp(log - whole)
-        slopes = [torch.zeros_like(total) if dlse is None else dlse] * 2
+        slope = torch.zeros_like(total) if dlse is None else dlse
         if do is None:
-            return None, shares[0] * slopes[0], None, shares[1] * slopes[1]
+            return None, shares[0] * slope, None, shares[1] * slope
         along = [products(do, one).masked_fill(share == 0, 0.0) for one, share in zip((out, far), shares, strict=True)]
-        mean = shares[0] * along[0] + shares[1] * along[1]
-        dlses = [share * (slope + one - mean) for share, slope, one in zip(shares, slopes, along, strict=True)]
-        douts = [(do * share[..., None]).to(do.dtype) for share in shares]
-        return douts[0], dlses[0], douts[1], dlses[1]
+        slope = slope - shares[0] * along[0] - shares[1] * along[1]
+        first, second = ((do * share[..., None]).to(do.dtype) for share in shares)
+        return first, shares[0] * (along[0] + slope), second, shares[1] * (along[1] + slope)
 
 
 def _merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], out: Tensor, lse: Tensor) -> None:

@@ -275,7 +275,10 @@ def _law_for(facts: dict[str, Any], law: Law | LawSpec, context: int | None, par
     if given := sorted(parameters) if context is None else ["context"]:
         raise ConfigError(f"{given[0]} is given together with a finished law", "leave it out, or pass the law by name")
     if LAWS.get(law.name, type(law)) is not type(law):
-        raise ConfigError(f"{type(law).__name__} is a part of {law.name}, not a law", "pass the law itself")
+        raise ConfigError(
+            f"the law is a {type(law).__name__}, but {law.name} is the name of a {LAWS[law.name].__name__}",
+            "pass a law from make_law, or give a law of your own a name of its own",
+        )
     made_for = law.to_dict()
     for name, value in facts.items():
         if made_for[name] != value:

@@ -15,7 +15,7 @@ from torch import Tensor
 from rpe3d.attention.blocked.layout import by_token, flipped, room
 from rpe3d.attention.blocked.schedule import Block, Call
 from rpe3d.attention.blocked.task import PLAIN, Kind, Task, query_kind
-from rpe3d.attention.merge import MOST, Part, add_up, fuses, merge, merge_checked
+from rpe3d.attention.merge import MOST, Part, add_up, fuses, merge, merge_checked, products
 from rpe3d.attention.problem import refuse_second_derivative
 
 WAITING = 2**29
@@ -50,16 +50,15 @@ class Blocked(torch.autograd.Function):
         far = None if kept[0] is None else Part(*kept)
         do = torch.zeros_like(out) if do is None else do
         dq, dk, dv = backward(ctx.task, q, k, v, out, lse, do, far=far)
-        delta = (do * out).sum(-1)
         if dlse is not None:
             ones, change, size = logs_as_values(v, out, lse, dlse)
             far = far and far._replace(out=_first(far.out, 1.0))
             found = backward(ctx.task, q, k, ones, torch.zeros_like(out), lse, change, far=far)
             dq += found[0] * size
             dk += found[1] * size
-            delta = delta - dlse
         dsinks = None
         if sinks is not None:
+            delta = products(do, out) - (0.0 if dlse is None else dlse)
             dsinks = -(torch.exp(sinks[:, None] - lse) * delta).sum((0, 2)).to(sinks.dtype)
         return dq, dk, dv, dsinks, None
 

@@ -127,7 +127,7 @@ class Bounded(Law):
         full = _layers(self.full)
         if not far:
             own_decay = None if decay == DECAY else decay
-            for name, value in {"block": block, "first": first, "decay": own_decay, "full": full or None}.items():
+            for name, value in {"block": block, "first": first, "decay": own_decay, "full": self.full if full else None}.items():
                 if value is not None and self.far is None:
                     raise ConfigError(
                         f"{name} is {value}, but far is not given, so a query does not choose its far keys",
@@ -206,7 +206,7 @@ class Bounded(Law):
 class FarAlone(Bounded):
     """The far keys of 3D-RPE without the near ones: what stands beside a choice of them, never a law by itself.
 
-    So no file and no compiled graph can make it from what it is called there.
+    Under the name that files and compiled graphs have of it there is no law: read back, it would have near keys.
     """
 
     @property
