@@ -65,7 +65,7 @@ WRONG = [
     ("string", {"context": 8192, "shift": 100}, "shift is 100"),
     ("string", {"context": 8192, "local": -1}, "local is -1, outside"),
     ("string", {"context": 8192, "attention_factor": 0.0}, "attention_factor is 0.0"),
-    ("3d-rpe", {"full": 3}, "full is \\(3,\\), but far is not given"),
+    ("3d-rpe", {"full": 3}, "full is 3, but far is not given"),
     ("3d-rpe", {"far": 64, "full": "3-x"}, "full is '3-x', which does not name layers: pass numbers of layers"),
     ("3d-rpe", {"far": 64, "full": [1.5]}, "full is \\[1.5\\], which does not name layers"),
     ("3d-rpe", {"far": 64, "full": "3-4+3"}, "full names a layer twice: '3-4\\+3'"),

@@ -126,8 +126,8 @@ class Bounded(Law):
         decay = real("decay", self.decay, most=1.0, above=True)
         full = _layers(self.full)
         if not far:
-            own_decay = None if decay == DECAY else decay
-            for name, value in {"block": block, "first": first, "decay": own_decay, "full": self.full if full else None}.items():
+            own_decay, layers = None if decay == DECAY else decay, self.full if full else None
+            for name, value in {"block": block, "first": first, "decay": own_decay, "full": layers}.items():
                 if value is not None and self.far is None:
                     raise ConfigError(
                         f"{name} is {value}, but far is not given, so a query does not choose its far keys",
