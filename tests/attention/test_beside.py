@@ -164,7 +164,8 @@ def test_a_gradient_of_one_result_alone_goes_through_the_merge(which, device):
         return torch.autograd.grad(total, leaves, allow_unused=True)
 
     for ours, truth in zip(run("auto"), run("reference"), strict=True):
-        torch.testing.assert_close(ours, torch.zeros_like(x.v) if truth is None else truth, rtol=0, atol=1e-11)
+        both = [torch.zeros_like(x.v) if y is None else y for y in (ours, truth)]  # no kernel has to say so
+        torch.testing.assert_close(*both, rtol=0, atol=1e-11)
 
 
 def test_rows_that_one_of_two_laws_does_not_see_have_the_gradient_of_the_other(device):
@@ -205,7 +206,9 @@ def test_a_step_of_padding_alone_leaves_the_sinks_as_they_are(t, device):
     )  # fmt: skip
     out, lse = choose(x).prepared(x.q, x.k, x.v, sinks)
     assert not out.any()
-    assert torch.equal(lse, before[None, :, None].expand_as(lse))
+    torch.testing.assert_close(
+        lse, before[None, :, None].expand_as(lse), rtol=1e-6, atol=1e-6
+    )  # kernels count in base 2
     lse.zero_()
     assert torch.equal(sinks, before)
 

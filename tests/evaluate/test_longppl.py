@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from dataclasses import replace
 from importlib import import_module
 from itertools import pairwise
 
@@ -334,6 +335,18 @@ def test_fixed_keys_are_those_of_the_shorter_windows_whatever_is_compared(neutra
     assert "found by tiny under rope in windows of 256 tokens, against" in " ".join(findings(results))
     assert results["settings"]["fixed_keys"] is True
     assert file.read_bytes() == before
+
+
+def test_fixed_keys_may_be_of_more_texts_than_are_compared(neutral, at_512):
+    """A larger model is compared on fewer texts. A text of which the file knows nothing is refused."""
+    model, tokenizer, texts, file, _ = neutral
+    every = at_512()["keys"]["512"]["windows"]
+    settings = Settings(laws=["dca"], lengths=[LENGTH], measures=["longppl"], windows=2)
+    found = compare(model, tokenizer, settings, texts=texts[1:], keys=file, fixed_keys=True)["keys"]["512"]["windows"]
+    assert found == every[1:]
+    other = [*texts[1:], replace(texts[0], content=texts[0].content[::-1])]
+    with pytest.raises(ConfigError, match="holds key tokens of other texts"):
+        compare(model, tokenizer, settings, texts=other, keys=file, fixed_keys=True)
 
 
 def test_without_fixed_keys_a_missing_length_is_found_anew(neutral, at_512, tmp_path):

@@ -1,4 +1,7 @@
-"""Devices are counted without starting CUDA: a process that has asked for them can still fork (vLLM does)."""
+"""Devices are counted without starting CUDA: a process that has asked for them can still fork (vLLM does).
+
+And what is on the host is there whatever the default device is: vLLM builds models with the GPU as the default.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ import pytest
 import torch
 
 import rpe3d
+import tiny_lm
+from rpe3d.geometry import LAWS
 from rpe3d.models import devices
 
 SOURCES = sorted(Path(rpe3d.__file__).parent.rglob("*.py"))
@@ -46,3 +51,46 @@ def test_a_process_that_has_counted_its_gpus_can_fork_one_that_uses_them():
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     assert subprocess.run([sys.executable, "-c", script], env=environment).returncode == 0
+
+
+NEEDS = {"longrope": {"long_factor": [1.0 + pair for pair in range(8)]}}
+"""Parameters that laws do not go without, for heads of 16."""
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_numbers_of_a_law_are_on_the_host_whatever_the_default_device(name):
+    """A tensor that ends on `meta` has no numbers, and one that meets it there fails."""
+
+    def numbers():
+        law = rpe3d.make_law(name, pretrained=32, context=256, head_dim=16, **NEEDS.get(name, {}))
+        return law.frequencies(), law.relative_angles(torch.arange(200, device="cpu")[:, None], 3)
+
+    expected = numbers()
+    with torch.device("meta"):
+        found = numbers()
+    for ours, truth in zip(found, expected, strict=True):
+        assert ours.device.type == "cpu"
+        torch.testing.assert_close(ours, truth, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"), [(name, {}) for name in LAWS if name not in NEEDS] + [("3d-rpe", {"far": 2, "full": "all"})]
+)
+def test_a_model_is_extended_and_runs_on_the_host_whatever_the_default_device(name, parameters):
+    ids = torch.randint(3, 90, (2, 450), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, :20] = 0
+
+    @torch.no_grad()
+    def results(model):
+        rpe3d.extend(model, name, context=512, **parameters)
+        first = model(ids[:, :449], use_cache=True)
+        step = model(ids[:, 449:], past_key_values=first.past_key_values)
+        return model(ids, attention_mask=mask).logits, first.logits, step.logits
+
+    one, other = tiny_lm.model(), tiny_lm.model()
+    expected = results(one)
+    with torch.device("meta"):
+        found = results(other)
+    for ours, truth in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, truth, rtol=0, atol=1e-6)

@@ -238,7 +238,7 @@ def find(bench: Bench, laws: Mapping[str, Law], length: int, cut: Truncation, by
         bench.advance(len(mine) * bench.forward_work(length))
     keys: list[list[int]] = []
     for i, less in enumerate(short):
-        key = torch.zeros(len(less), dtype=torch.bool)
+        key = torch.zeros(len(less), dtype=torch.bool, device="cpu")
         for losses in full.values():
             key |= is_key(losses[i][-len(less) :], less)
         keys.append((key.nonzero().flatten() + length - len(less)).tolist())
@@ -288,7 +288,7 @@ def read_keys(
     taken: Callable[[Keys], Keys | None] = lambda keys: None,
     fixed: bool = False,
 ) -> Keys | None:
-    """Read a keys file, or return None if there is none yet; refuse one for other texts.
+    """Read a keys file, or return None if there is none yet; refuse one for other texts: `fixed` ones may be of more.
 
     `taken` converts another tokenizer's key tokens to this one's, and `fixed` ones of any tokenizer; they are refused
     if it returns nothing.
@@ -307,7 +307,9 @@ def read_keys(
         raise ConfigError(f"{path} exists but does not hold key tokens", ANOTHER)
     if not _are_keys(content.get("keys")):
         raise ConfigError(f"{path} is damaged: its key tokens are not as they were written", ANOTHER)
-    if content.get("texts") != origin["texts"]:
+    known = content.get("texts")
+    has_more = fixed and isinstance(known, dict) and origin["texts"].items() <= known.items()
+    if known != origin["texts"] and not has_more:
         raise ConfigError(f"{path} holds key tokens of other texts", ANOTHER)
     if fixed and not any(longest(content["keys"])[1].get("spans", {}).values()):
         raise ConfigError(

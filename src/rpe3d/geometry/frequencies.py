@@ -13,7 +13,8 @@ from rpe3d.config import ConfigError, LinearScaling, Llama3Scaling, LongropeScal
 
 def plain(dim: int, base: float) -> Float64[Tensor, " l"]:
     """Return θ_l = base^(-2l/d), l = 0 .. d/2 - 1 (Supplement B.1; RoFormer eq. 15)."""
-    return torch.as_tensor(base, dtype=torch.float64) ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    exponents = torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / dim
+    return torch.as_tensor(base, dtype=torch.float64, device="cpu") ** -exponents
 
 
 def ntk_base(dim: int, base: float, alpha: float) -> float:
@@ -54,7 +55,7 @@ def yarn(
     low, high = max(low, 0), min(high, dim - 1)
     if low == high:
         high += 0.001
-    interpolated = ((torch.arange(dim // 2, dtype=torch.float64) - low) / (high - low)).clamp(0, 1)
+    interpolated = ((torch.arange(dim // 2, dtype=torch.float64, device="cpu") - low) / (high - low)).clamp(0, 1)
     theta = plain(dim, base)
     return theta / factor * interpolated + theta * (1 - interpolated)
 
@@ -94,7 +95,7 @@ def model_frequencies(rotary: Rotary) -> Float64[Tensor, " l"]:
                     f"long_factor has {len(divisors)} numbers, but {rotary.pairs} pairs rotate",
                     "pass the model's complete rope parameters",
                 )
-            return theta / torch.tensor(divisors, dtype=torch.float64)
+            return theta / torch.tensor(divisors, dtype=torch.float64, device="cpu")
     raise TypeError(f"no frequencies for {rotary.scaling!r}")
 
 

@@ -218,7 +218,7 @@ class Law(ABC):
                 "use law.relative_angles(query, key), which returns one angle per plane",
             )
         q, k = _pairs(query, key)
-        f = torch.full(q.shape, torch.nan, dtype=torch.float64)
+        f = torch.full(q.shape, torch.nan, dtype=torch.float64, device="cpu")
         for region in self.regions:
             seen = region.query.position(q) - region.key.position(k)
             f = torch.where(region.contains(q, k), seen * self.rate, f)
@@ -230,7 +230,7 @@ class Law(ABC):
         """Return the angle of every plane between a query and a key, which the score depends on (eqs. 3 and 5)."""
         q, k = _pairs(query, key)
         theta = self.frequencies(length)
-        angles = torch.full((*q.shape, len(theta)), torch.nan, dtype=torch.float64)
+        angles = torch.full((*q.shape, len(theta)), torch.nan, dtype=torch.float64, device="cpu")
         for region in self.regions:
             seen = (region.query.positions(q) - region.key.positions(k)) * theta
             if region.query.phase is not None:
@@ -281,7 +281,7 @@ def _pairs(query: Tensor | int, key: Tensor | int) -> tuple[Int[Tensor, "..."], 
 
 def _positions(name: str, value: Tensor | int) -> Int[Tensor, "..."]:
     try:
-        tensor = value if isinstance(value, Tensor) else torch.as_tensor(value)
+        tensor = value if isinstance(value, Tensor) else torch.as_tensor(value, device="cpu")
     except (TypeError, ValueError, RuntimeError):
         raise ConfigError(f"{name} is {value!r}, which is not a position", "pass an int or int tensor") from None
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool:

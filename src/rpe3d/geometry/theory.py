@@ -57,7 +57,7 @@ def relative_position_matrix(
     produce. `definition` is what Definition 1 gives, (i - j, m - n).
     """
     chunk, length = whole("chunk", chunk), whole("length", length)
-    p = torch.arange(length)
+    p = torch.arange(length, device="cpu")
     query, key = p[:, None], p[None, :]
     if choice("form", form, ("printed", "definition")) == "printed":
         pair = ((query - key) // chunk, (query - key) % chunk)

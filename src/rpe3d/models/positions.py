@@ -208,7 +208,7 @@ def _unpadded(positions: Int[Tensor, "b t"], s: int) -> list[Row]:
         starts = [row[0] - (s - t) for row in given]
     else:
         positions = positions.cpu()
-        steady = (positions - positions[:, :1] == torch.arange(t)).all(1).tolist()
+        steady = (positions - positions[:, :1] == torch.arange(t, device="cpu")).all(1).tolist()
         starts = (positions[:, 0] - (s - t)).tolist()
     every = {
         "offset": s - t,

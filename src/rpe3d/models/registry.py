@@ -90,7 +90,9 @@ def _stock_table(config: Any, law: Law, device: Any, layer_type: str | None) -> 
         table: Tensor = ROPE_INIT_FUNCTIONS[rope_type](stock, device, layer_type=layer_type, **long)[0]
         return table.to(device)
     dim = 2 * law.rotary.pairs
-    return (1.0 / (law.rotary.rope_theta ** (torch.arange(0, dim, 2, dtype=torch.float) / dim))).to(device)
+    return (1.0 / (law.rotary.rope_theta ** (torch.arange(0, dim, 2, dtype=torch.float, device="cpu") / dim))).to(
+        device
+    )
 
 
 def make_mask(

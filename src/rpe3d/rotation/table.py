@@ -39,7 +39,7 @@ def plain(turn: Turn, positions: range, frequencies: Float64[Tensor, " l"], dtyp
 
 def positions_of(places: Places) -> Int[Tensor, " t"]:
     """Return all positions, on the host."""
-    return torch.cat([torch.arange(run.start, run.stop) for run in places])
+    return torch.cat([torch.arange(run.start, run.stop, device="cpu") for run in places])
 
 
 class Tables:

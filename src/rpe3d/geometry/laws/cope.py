@@ -38,5 +38,5 @@ class Cope(Rope):
 
     def frequencies(self, length: int | None = None) -> Float64[Tensor, " l"]:
         theta, n = self.model_frequencies(), self.clipped
-        kept = (1 + torch.cos(math.pi * torch.arange(n, dtype=torch.float64) / max(1, n - 1))) / 2
+        kept = (1 + torch.cos(math.pi * torch.arange(n, dtype=torch.float64, device="cpu") / max(1, n - 1))) / 2
         return torch.cat([theta[:-n], theta[-n:] * kept])

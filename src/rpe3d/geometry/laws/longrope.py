@@ -57,7 +57,7 @@ class LongRope(Rope):
     def frequencies(self, length: int | None = None) -> Float64[Tensor, " l"]:
         seen = self.context if length is None else whole("length", length)
         factors = self.long_factor if seen > self.pretrained else self.short_factor
-        return self.model_frequencies() / torch.tensor(factors, dtype=torch.float64)
+        return self.model_frequencies() / torch.tensor(factors, dtype=torch.float64, device="cpu")
 
     @property
     def attention_scaling(self) -> float:
