@@ -27,6 +27,7 @@ COLUMNS = ("ppl", "tail_ppl", "copy_nll", "passkey")
 TINY = "3d-rpe:chunk=128,window=512,reach=1024"
 DEPLOYED = "dca:attention_factor=deployed"
 TUNED = "`3d-rpe`, as `tune` picks it"
+BESIDE = "as `tune` picks it, with `full=all`"
 DENSE = "`3d-rpe`, all far keys"
 TASKS = 11
 """Tasks of RULER that need no download."""
@@ -77,6 +78,7 @@ MODELS = {
         dense="3d-rpe",
         laws=(
             "3d-rpe:reach=3840,far=120",
+            "3d-rpe:reach=3840,far=120,full=all",
             "3d-rpe:reach=3840,far=240",
             "3d-rpe:far=128",
             "3d-rpe",
@@ -97,6 +99,7 @@ MODELS = {
         ),
         names={
             "3d-rpe:reach=3840,far=120": TUNED,
+            "3d-rpe:reach=3840,far=120,full=all": BESIDE,
             "3d-rpe:reach=3840,far=240": "... with `far=240`, twice as many blocks",
             "3d-rpe": DENSE,
             DEPLOYED: "`dca`, as deployed",
@@ -177,6 +180,7 @@ MODELS = {
         dense="3d-rpe",
         laws=(
             "3d-rpe:chunk=512,far=1024",
+            "3d-rpe:chunk=512,far=1024,full=all",
             "3d-rpe:far=512",
             "3d-rpe:far=512,decay=.8",
             "3d-rpe:far=128",
@@ -187,7 +191,7 @@ MODELS = {
             "streaming-llm",
             "rope",
         ),
-        names={"3d-rpe:chunk=512,far=1024": TUNED, "3d-rpe": DENSE},
+        names={"3d-rpe:chunk=512,far=1024": TUNED, "3d-rpe:chunk=512,far=1024,full=all": BESIDE, "3d-rpe": DENSE},
         beside=("3d-rpe:far=512", "3d-rpe:far=128", "3d-rpe", "dca", "yarn", "streaming-llm"),
         digits=3,
     ),
@@ -359,9 +363,10 @@ def long_perplexities(outside: bool) -> list[str]:
     lines = ["| model | law | LongPPL | nats per key token, above ours |", "|---|---|---|---|"]
     for (name, length), laws in found.items():
         model = MODELS[name]
-        count = sum(n for _, n in laws[model.chosen].values())
+        base = model.tuned if model.tuned in laws else model.chosen
+        count = sum(n for _, n in laws[base].values())
         means = {law: math.fsum(nll * n for nll, n in texts.values()) / count for law, texts in laws.items()}
-        for law in sorted(laws, key=lambda law: (law != model.chosen, means[law])):
+        for law in sorted(laws, key=lambda law: (law != base, means[law])):
             texts = laws[law]
             mine, ours = (
                 {
@@ -369,10 +374,10 @@ def long_perplexities(outside: bool) -> list[str]:
                     "long_ppl": 0.0,
                     "key_windows": [{"text": t, "start": 0, "n": n, "nll": x} for t, (x, n) in of.items()],
                 }
-                for of in (texts, laws[model.chosen])
+                for of in (texts, laws[base])
             )
-            shown = "0" if law == model.chosen else _signed("copy_nll", key_difference(mine, ours))
-            place = f"{model.title}, {short(length)}, {count} key tokens" if law == model.chosen else ""
+            shown = "0" if law == base else _signed("copy_nll", key_difference(mine, ours))
+            place = f"{model.title}, {short(length)}, {count} key tokens" if law == base else ""
             lines.append(f"| {place} | {model.shown(law)} | {math.exp(means[law]):.2f} | {shown} |")
     return lines
 
