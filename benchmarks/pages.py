@@ -6,7 +6,8 @@
 `prompts` times FlashAttention's calls under a law (`rpe3d.serve.prompt`), and `rpe3d.attention` over gathered keys,
 which runs where those do not, against one plain FlashAttention call for each piece, as vLLM makes it. All pieces of a
 prompt count. The calls are checked first (`prompt.fault`), then both ways against each other. Writes pages-cuda.csv.
-`splits` prints times of a step by how many programs may read one sequence among others.
+`steps` times the kernel of a decoding step against FlashAttention's, for heads of three models and batches of like and
+unlike lengths; one key head is checked first.
 """
 
 from __future__ import annotations
@@ -23,12 +24,28 @@ from torch import Tensor
 
 import attention as layers
 from attention import Rows, add, keep, law_named, milliseconds
-from rpe3d.attention import Shared
+from rpe3d import make_law
+from rpe3d.attention import Shared, attention
 from rpe3d.geometry import Law
 from rpe3d.serve import prompt
 
 GOAL = 0.95
 SCALE = 0.09
+PARTS = ["prompts", "steps"]
+SHAPES = {"32 / 8 x 128": (32, 8, 128, 8192), "12 / 2 x 128": (12, 2, 128, 32768), "9 / 3 x 64": (9, 3, 64, 8192)}
+"""Query heads, key heads, their size and pretrained positions: a large layer, Qwen2.5-Coder-1.5B, SmolLM2-135M."""
+BATCHES = {
+    "1 x 32k": [32768],
+    "8 x 32k": [32768] * 8,
+    "16 x 32k": [32768] * 16,
+    "64 x 4k": [4096] * 64,
+    "64 x 512": [512] * 64,
+    "5 x 20k": [20000] * 5,
+    "1 x 128k": [131072],
+    "8 x 128k": [131072] * 8,
+    "128k + 7 x 512": [131072] + [512] * 7,
+    "64k + 63 x 512": [65536] + [512] * 63,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,44 +178,91 @@ def prompts(rows: Rows, piece: int) -> None:
                 add(rows, "prompt, paged", name, tokens, 1, impl, milliseconds(run), "flash attention", peer, goal)
 
 
-def splits() -> None:
-    """Time a step of the kernel over pages, 32 + 8 heads x 128, in CUDA graphs, by the most programs per processor."""
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """One query of each of some sequences, of any lengths, in shuffled pages."""
+
+    query: Tensor
+    keys: Tensor
+    values: Tensor
+    pages: Tensor
+    lengths: Tensor
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.query, self.keys, self.values, self.pages, self.lengths]
+
+
+def random_batch(
+    lengths: list[int], *, heads: int, groups: int, dim: int, page: int, longest: int, dtype: torch.dtype, device: str
+) -> Batch:
+    """Return a batch of noise, with a block table for sequences of `longest` tokens."""
+    counts = [-(-n // page) for n in lengths]
+    table = torch.zeros(len(lengths), -(-longest // page), dtype=torch.int32)
+    for row, some in zip(table, torch.randperm(sum(counts), dtype=torch.int32).split(counts), strict=True):
+        row[: len(some)] = some
+    cache = torch.randn(sum(counts), groups, page, 2 * dim, dtype=dtype, device=device).transpose(1, 2)
+    keys, values = cache.split(dim, dim=-1)
+    return Batch(
+        query=torch.randn(len(lengths), heads, 1, dim, dtype=dtype, device=device),
+        keys=keys,
+        values=values,
+        pages=table.to(device),
+        lengths=torch.tensor(lengths, dtype=torch.int32, device=device),
+    )
+
+
+def step_error(given: Batch, law: Law, out: Tensor) -> float:
+    """Return how far the first key head of the longest sequence is from the specification in float64."""
+    row, n = int(given.lengths.argmax()), int(given.lengths.max())
+    heads, groups, page = given.query.shape[1], given.keys.shape[2], given.keys.shape[1]
+    held = given.pages[row, : -(-n // page)].long()
+    k, v = (x[held, :, 0].flatten(0, 1)[:n].double()[None, None] for x in (given.keys, given.values))
+    some = slice(0, heads // groups)
+    where: dict[str, Any] = {"query_positions": range(n - 1, n), "key_positions": range(n)}
+    q = given.query[row : row + 1, some].double()
+    truth, _ = attention(q, k, v, law, scale=SCALE, rotated=True, impl="reference", **where)
+    return layers.relative(out[row : row + 1, some], truth)
+
+
+def steps(rows: Rows) -> None:
+    """Time decoding steps in CUDA graphs, where the keys of all sequences lie in one piece at least as large as L2."""
     from rpe3d.attention.decode import paged
+    from rpe3d.serve.cuda import flash_attention
 
-    law, page = law_named("3d-rpe"), layers.PAGE
-    cases = {
-        "1 x 128k": [131072],
-        "8 x 4k": [4096] * 8,
-        "128k + 7 x 512": [131072] + [512] * 7,
-        "16 x 32k": [32768] * 16,
-        "64k + 63 x 512": [65536] + [512] * 63,
-        "64 x 4k": [4096] * 64,
-        "64 x 512": [512] * 64,
-    }
-    for called, lengths in cases.items():
-        b, counts = len(lengths), [n // page for n in lengths]
-        table = torch.zeros(b, 131072 // page, dtype=torch.int32)
-        numbers = torch.randperm(sum(counts), dtype=torch.int32).split(counts)
-        for row, some in zip(table, numbers, strict=True):
-            row[: len(some)] = some
-        q = torch.randn(b, 32, 1, 128, dtype=torch.bfloat16, device="cuda")
-        cache = torch.randn(sum(counts), 8, page, 256, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
-        k, v = cache.split(128, dim=-1)
-        seen = torch.tensor(lengths, dtype=torch.int32, device="cuda")
-        line = []
-        for waves in (1, 2, 4, 8, 16):
+    page, longest = layers.PAGE, 131072
+    for shape, (heads, groups, dim, pretrained) in SHAPES.items():
+        law = make_law("3d-rpe", pretrained=pretrained, context=longest, head_dim=dim)
+        for called, lengths in BATCHES.items():
+            shapes: dict[str, Any] = {"heads": heads, "groups": groups, "dim": dim, "page": page, "longest": longest}
+            copies = 4 if sum(lengths) * groups * dim * 4 < 2e8 else 1
+            batches = [random_batch(lengths, **shapes, dtype=torch.bfloat16, device="cuda") for _ in range(copies)]
+            starts = torch.arange(len(lengths) + 1, dtype=torch.int32, device="cuda")
 
-            def step(*x: Any, waves: int = waves) -> Any:
-                q, k, v, pages, seen = x
-                return paged.attend(q, k, v, law, pages=pages, lengths=seen, scale=SCALE, waves=waves)[0]
+            def ours(*given: Tensor, law: Law = law) -> Tensor:
+                q, k, v, pages, seen = given
+                return paged.attend(q, k, v, law, pages=pages, lengths=seen, scale=SCALE)[0]
 
-            line.append(f"{waves}: {layers.graph_milliseconds(step, [[q, k, v, table.cuda(), seen]]):.4f}")
-        print(f"splits   {called:16} ms by programs per multiprocessor  " + "  ".join(line), flush=True)
+            def peer(*given: Tensor, starts: Tensor = starts) -> Tensor:
+                q, k, v, pages, seen = given
+                out: Tensor = flash_attention(
+                    q[:, :, 0], k, v, softmax_scale=SCALE, out=torch.empty_like(q[:, :, 0]), cu_seqlens_q=starts,
+                    seqused_k=seen, block_table=pages, max_seqlen_q=1, max_seqlen_k=longest, causal=True,
+                )  # fmt: skip
+                return out
+
+            error = step_error(batches[0], law, ours(*batches[0].tensors))
+            if not error < 1e-2:
+                raise SystemExit(f"a step of {called} with {shape} heads fails its check: {error:.2e}")
+            sets = [one.tensors for one in batches]
+            times = [layers.graph_milliseconds(one, sets) for one in (ours, peer)]
+            what = f"step of {called}, {shape}"
+            add(rows, what, "3d-rpe", max(lengths), len(lengths), "paged", times[0], "flash attention", times[1], GOAL)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=("prompts", "splits"), default=["prompts", "splits"])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--piece", type=int, default=8192, help="tokens of a prompt in one forward of vLLM's")
     parser.add_argument("--out", type=Path, required=True, help="folder for the CSV")
     given = parser.parse_args()
@@ -206,16 +270,17 @@ def main() -> None:
         parser.error(f"--piece is {given.piece}, and has to be 1 or more")
     if not torch.cuda.is_available():
         raise SystemExit("layers over pages are timed on a GPU")
-    if "prompts" in given.parts and find_spec("vllm") is None:
-        raise SystemExit("vllm is not installed: install its CUDA build, or pass --parts splits")
+    if find_spec("vllm") is None:
+        raise SystemExit("vllm is not installed: install its CUDA build, whose FlashAttention is the peer")
     torch.manual_seed(0)
     given.out.mkdir(parents=True, exist_ok=True)
-    if "prompts" in given.parts:
-        rows: Rows = []
-        prompts(rows, given.piece)
+    rows: Rows = []
+    for part in given.parts:
+        if part == "prompts":
+            prompts(rows, given.piece)
+        else:
+            steps(rows)
         keep(rows, given.out / "pages-cuda", cuda=True)
-    if "splits" in given.parts:
-        splits()
 
 
 if __name__ == "__main__":

@@ -32,3 +32,21 @@ def test_calls_and_gathered_keys_give_the_same_prompt(name):
     torch.testing.assert_close(made, true, atol=2e-5, rtol=0)
     others = pages.plain(given, flash)()
     assert name == "rope" or (made - others).abs().max() > 1e-2
+
+
+def test_a_step_over_pages_is_held_to_the_specification():
+    """Its longest sequence is judged, and one that has lost its law or reads other pages is far off."""
+    from rpe3d.attention.decode import paged
+
+    law = make_law("3d-rpe", pretrained=128, context=1024, head_dim=32, **LAWS["3d-rpe"])
+    torch.manual_seed(0)
+    given = pages.random_batch(
+        [40, 700, 3], heads=4, groups=2, dim=32, page=16, longest=1024, dtype=torch.float32, device="cpu"
+    )
+    where = {"pages": given.pages, "lengths": given.lengths, "scale": pages.SCALE}
+    vectors = (given.query, given.keys, given.values)
+    assert pages.step_error(given, law, paged.attend(*vectors, law, **where)[0]) < 1e-5
+    lost = make_law("rope", pretrained=128, context=1024, head_dim=32)
+    assert pages.step_error(given, law, paged.attend(*vectors, lost, **where)[0]) > 1e-2
+    other = where | {"pages": given.pages.flip(1)}
+    assert pages.step_error(given, law, paged.attend(*vectors, law, **other)[0]) > 1e-2
