@@ -592,3 +592,24 @@ def test_frequencies_that_grow_are_those_of_the_whole_text_in_every_tile(name, q
     expected, expected_lse = attention(q, k, v, law, impl="reference", **places)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("t", [1, 60])
+@pytest.mark.parametrize("impl", ["auto", "blocked", "reference"])
+@pytest.mark.parametrize("parameters", [{}, {"far": 2, "block": 2, "first": 0}])
+def test_what_lies_in_padding_does_not_matter(parameters, impl, t, softcap, device):
+    """Not even NaN, which survives a product with a weight of zero."""
+    law = make_law("3d-rpe", pretrained=32, context=256, head_dim=16, **parameters)
+    q = torch.randn(2, 2, t, 16, dtype=torch.float64, device=device)
+    k, v = (torch.randn(2, 2, 60, 16, dtype=torch.float64, device=device) for _ in range(2))
+    there = torch.ones(2, 60, dtype=torch.bool, device=device)
+    there[0, :9] = False
+    places = (there.cumsum(1) - 1).clamp(min=0)
+    where = {"query_positions": places[:, -t:], "key_positions": places}
+    where |= {"query_mask": there[:, -t:], "key_mask": there, "softcap": softcap}
+    expected = attention(q, k, v, law, impl=impl, **where)
+    for y in (k, v):
+        y[0, :, :9] = torch.nan
+    for ours, truth in zip(attention(q, k, v, law, impl=impl, **where), expected, strict=True):
+        torch.testing.assert_close(ours, truth, rtol=0, atol=1e-12)

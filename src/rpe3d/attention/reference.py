@@ -39,8 +39,11 @@ def attend(x: Problem, choosers: Choosers | None = None) -> tuple[Float[Tensor, 
     A pair is visible if both are tokens, the key does not come after the query, and a region of the law holds it; and
     if the query chooses the key, where the region gives it a choice. The pairs of a law beside it (`Law.both`) join
     the softmax with their weights times e^-HELD. A row that sees nothing is zeros, and its log-sum-exp -inf (or the
-    sink's alone).
+    sink's alone). What lies in padding does not matter, not even NaN.
     """
+    if x.key_mask is not None:
+        padding = ~x.key_mask[:, None, :, None]
+        x = replace(x, k=x.k.masked_fill(padding, 0.0), v=x.v.masked_fill(padding, 0.0))
     logs, values = _logs(x, choosers), x.v
     if x.law.both is not None:
         logs = torch.cat([logs, _logs(replace(x, law=x.law.both[1])) - HELD], dim=-1)
