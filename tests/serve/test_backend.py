@@ -78,6 +78,22 @@ def test_registering_again_changes_nothing():
     assert AttentionBackendEnum.FLASH_ATTN.get_class() is cuda.Backend
 
 
+def test_the_rotary_table_is_made_on_the_host_whatever_the_default_device(configured):
+    """vLLM builds models with the GPU as the default device: Gemma 3 and Phi-3, whose table is ours, did not start."""
+    from vllm.config import set_current_vllm_config
+
+    from rpe3d import make_law
+    from rpe3d.serve.rope import LawRotary
+
+    law = make_law("3d-rpe", pretrained=64, context=512, head_dim=DIM, **LAW)
+    with set_current_vllm_config(configured(**LAW)):
+        expected = LawRotary(law, 512).cos_sin_cache
+        with torch.device("meta"):
+            made = LawRotary(law, 512).cos_sin_cache
+    assert made.is_meta  # moved there in the end
+    assert made.shape == expected.shape == (512, DIM)
+
+
 @pytest.fixture(scope="module")
 def engine_config(configured):
     return configured(**LAW)
