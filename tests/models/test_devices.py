@@ -16,7 +16,8 @@ import torch
 
 import rpe3d
 import tiny_lm
-from rpe3d.geometry import LAWS
+from rpe3d.attention import lowering
+from rpe3d.geometry import LAWS, relative_position_matrix
 from rpe3d.models import devices
 
 SOURCES = sorted(Path(rpe3d.__file__).parent.rglob("*.py"))
@@ -62,8 +63,11 @@ def test_numbers_of_a_law_are_on_the_host_whatever_the_default_device(name):
     """A tensor that ends on `meta` has no numbers, and one that meets it there fails."""
 
     def numbers():
-        law = rpe3d.make_law(name, pretrained=32, context=256, head_dim=16, **NEEDS.get(name, {}))
-        return law.frequencies(), law.relative_angles(torch.arange(200, device="cpu")[:, None], 3)
+        law, places = rpe3d.make_law(name, pretrained=32, context=256, head_dim=16, **NEEDS.get(name, {})), range(200)
+        query = torch.tensor(places, device="cpu")[:, None]
+        found = [law.frequencies(), law.relative_angles(query, 3)]
+        found += [law.relative_position(query, 3)] if law.single_position else []
+        return [*found, lowering.table(law, torch.device("cpu"))] if lowering.plan(law).refusal is None else found
 
     expected = numbers()
     with torch.device("meta"):
@@ -71,6 +75,26 @@ def test_numbers_of_a_law_are_on_the_host_whatever_the_default_device(name):
     for ours, truth in zip(found, expected, strict=True):
         assert ours.device.type == "cpu"
         torch.testing.assert_close(ours, truth, rtol=0, atol=0, equal_nan=True)
+
+
+SCALINGS = [
+    {"rope_type": "linear", "factor": 2.0},
+    {"rope_type": "longrope", "long_factor": [2.0] * 8, "factor": 2.0},
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    {"rope_type": "yarn", "factor": 2.0},
+]
+
+
+@pytest.mark.parametrize("scaling", SCALINGS, ids=lambda scaling: scaling["rope_type"])
+def test_the_model_s_own_frequencies_are_on_the_host_whatever_the_default_device(scaling):
+    given = scaling | ({} if scaling["rope_type"] == "linear" else {"original_max_position_embeddings": 16})
+    law = rpe3d.make_law("3d-rpe", pretrained=32, context=256, head_dim=16, rope_scaling=given)
+    expected = law.frequencies()
+    with torch.device("meta"):
+        found = law.frequencies()
+        matrix = relative_position_matrix(4, 9)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert matrix.nansum() > 0
 
 
 @pytest.mark.parametrize(

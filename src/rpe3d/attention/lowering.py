@@ -93,8 +93,8 @@ def table(law: Law, device: torch.device) -> Float64[Tensor, " n"]:
 
 def _table(law: Law) -> Float64[Tensor, " n"]:
     rows = [number for region in ordered(law) for number in region_row(region)]
-    theta = law.frequencies() if any(plan(law).turning) else torch.zeros(0, dtype=torch.float64, device="cpu")
-    return torch.cat([torch.tensor(rows, dtype=torch.float64, device="cpu"), theta / (2 * math.pi)])
+    theta = law.frequencies() if any(plan(law).turning) else torch.zeros(0, dtype=torch.float64)
+    return torch.cat([torch.tensor(rows, dtype=torch.float64), theta / (2 * math.pi)])
 
 
 def region_row(region: Region) -> list[float]:
