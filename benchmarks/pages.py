@@ -226,7 +226,7 @@ def step_error(given: Batch, law: Law, out: Tensor) -> float:
 
 
 def steps(rows: Rows) -> None:
-    """Time decoding steps in CUDA graphs, where the keys of all sequences lie in one piece at least as large as L2."""
+    """Time decoding steps in CUDA graphs, over more keys than the L2 holds."""
     from rpe3d.attention.decode import paged
     from rpe3d.serve.cuda import flash_attention
 

@@ -7,14 +7,10 @@ nothing runs: each launch of the calls below is compiled, for heads of 128 in bf
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "0"
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver

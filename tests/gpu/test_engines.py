@@ -187,7 +187,7 @@ def child(name, folder):
     adapters = [None, LoRARequest("adapter", 1, str(folder / "adapter"))] if plan.get("adapter") else [None]
     asked = [(text, adapter) for adapter in adapters for text in texts]
     source, told = served(folder, plan)
-    known = torch.cuda.is_initialized()  # to torch; the engine's start may change it
+    cuda_was_started = torch.cuda.is_initialized()
     started = time.perf_counter()
     llm = LLM(source, **options | told)
     ready = time.perf_counter() - started
@@ -213,7 +213,7 @@ def child(name, folder):
     blocks = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
     from vllm.compilation.counter import compilation_counter
 
-    info = {"ready": ready, "graphs": mode.name, "blocks": blocks, "cuda_was_started": known}
+    info = {"ready": ready, "graphs": mode.name, "blocks": blocks, "cuda_was_started": cuda_was_started}
     info["captured"] = compilation_counter.num_cudagraph_captured
     from rpe3d.serve import cuda as backend
     from rpe3d.serve import prompt

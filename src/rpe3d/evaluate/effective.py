@@ -106,13 +106,13 @@ def measure_distances(
     """Measure copying by distance and the loss of text by position, over all trials, under the model's current law."""
     if length < SHORTEST:
         raise ConfigError(f"the model has {length} positions, too few to measure", f"use one with {SHORTEST} or more")
-    sums = torch.zeros(3, STEPS, dtype=torch.float64, device="cpu")
-    counts = torch.zeros(STEPS, dtype=torch.float64, device="cpu")
+    sums = torch.zeros(3, STEPS, dtype=torch.float64)
+    counts = torch.zeros(STEPS, dtype=torch.float64)
     for done, seed in enumerate(seeds):
         progress(f"trial {done + 1} of {len(seeds)}", done, len(seeds))
         trial = make_nested(texts, length, seed, first)
         losses = torch.nn.functional.pad(token_nll(model, trial.tokens[None])[0].double().cpu(), (1, 0))
-        own = torch.ones(length, dtype=torch.bool, device="cpu")
+        own = torch.ones(length, dtype=torch.bool)
         own[0] = False
         scored = trial.size * 7 // 8  # as in a copy test: the first tokens say which passage it is
         for step, (start, again) in enumerate(zip(trial.first, trial.again, strict=True)):

@@ -238,7 +238,7 @@ def find(bench: Bench, laws: Mapping[str, Law], length: int, cut: Truncation, by
         bench.advance(len(mine) * bench.forward_work(length))
     keys: list[list[int]] = []
     for i, less in enumerate(short):
-        key = torch.zeros(len(less), dtype=torch.bool, device="cpu")
+        key = torch.zeros(len(less), dtype=torch.bool)
         for losses in full.values():
             key |= is_key(losses[i][-len(less) :], less)
         keys.append((key.nonzero().flatten() + length - len(less)).tolist())

@@ -39,7 +39,7 @@ def joined(at: Int[Tensor, "t 2"], tokens: Sequence[int]) -> Spans:
 def within(at: Int[Tensor, "t 2"], spans: Spans) -> Bool[Tensor, " t"]:
     """Return which tokens lie within one of the spans with all of their characters, as upstream counts them."""
     if not spans:
-        return torch.zeros(len(at), dtype=torch.bool, device="cpu")
+        return torch.zeros(len(at), dtype=torch.bool)
     firsts, ends = torch.tensor(spans).T
     span = torch.searchsorted(firsts.contiguous(), at[:, 0].contiguous(), right=True) - 1
     inside: Tensor = (span >= 0) & (at[:, 1] <= ends[span.clamp(min=0)]) & (at[:, 0] < at[:, 1])

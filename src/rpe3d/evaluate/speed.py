@@ -49,7 +49,7 @@ def measure_speed(
     """
     draw = torch.Generator().manual_seed(0)
     vocabulary = int(model.config.get_text_config().vocab_size)
-    prompt = torch.randint(0, vocabulary, (1, length), generator=draw, device="cpu").to(model.device)
+    prompt = torch.randint(0, vocabulary, (1, length), generator=draw).to(model.device)
     names = check_labels(laws)
     for entry in laws:
         laws_of(model, [entry], [context])  # refuses what does not fit the model, before anything is measured

@@ -138,7 +138,7 @@ def index(numbers: list[int], device: torch.device) -> slice | Tensor:
     """Return rising numbers as an index: a slice where they are consecutive, which costs nothing."""
     if numbers[-1] - numbers[0] == len(numbers) - 1:
         return slice(numbers[0], numbers[-1] + 1)
-    host = torch.tensor(numbers, device="cpu", pin_memory=device.type == "cuda")
+    host = torch.tensor(numbers, pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)
 
 
@@ -147,7 +147,7 @@ def _only(
 ) -> Any:
     """Return the part of a batch that holds the sequences `rows`, with `count` tokens."""
     counts = [starts[row + 1] - starts[row] for row in rows]
-    at = torch.tensor([0, *counts], dtype=common.query_start_loc_cpu.dtype, device="cpu").cumsum(0, dtype=torch.int32)
+    at = torch.tensor([0, *counts], dtype=common.query_start_loc_cpu.dtype).cumsum(0, dtype=torch.int32)
     chosen = index(rows, common.seq_lens.device)
     return replace(
         common,

@@ -142,15 +142,15 @@ class Prompt:
         most = max(lengths)
         gathered = None
         if region.key.is_stock:
-            width = torch.arange(-(-most // page), device="cpu")
-            index = torch.tensor([begin // page for _, begin, _ in runs], device="cpu")[:, None] + width
+            width = torch.arange(-(-most // page))
+            index = torch.tensor([begin // page for _, begin, _ in runs])[:, None] + width
             table = pages[index.clamp(max=len(pages) - 1).to(pages.device)].to(torch.int32)
         else:
             whole = math.lcm(tile(self.law.rotary.head_dim)[1], page)  # tiles that fit are read by the copy engine
             count = -(-most // whole) * whole
-            gathered = pages[torch.arange(count // page, device=pages.device).clamp(max=len(pages) - 1)]
+            gathered = pages[torch.arange(count // page).clamp(max=len(pages) - 1).to(pages.device)]
             table = torch.zeros(len(runs), 1, dtype=torch.int32, device=pages.device)
-        numbers = torch.tensor([0, *counts, *lengths], dtype=torch.int32, device="cpu")
+        numbers = torch.tensor([0, *counts, *lengths], dtype=torch.int32)
         starts = numbers[: len(runs) + 1].cumsum(0, dtype=torch.int32)
         return Call(
             region=region,

@@ -114,10 +114,9 @@ def _tied(model: Any) -> bool:
 def _ends(model: Any) -> list[Tensor]:
     """Return what the embeddings and the head do, for every token: projections of its embedding, and its logits."""
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
-    (tokens, width), device = embeddings.weight.shape, embeddings.weight.device
-    x = torch.randn(8, width, generator=torch.Generator().manual_seed(0), device="cpu").to(device)
-    every = torch.arange(tokens, device=device)
-    return [torch.cat([embeddings(ids) @ x.T for ids in every.split(4096)]), head(x).T]
+    tokens, width = embeddings.weight.shape
+    x = torch.randn(8, width, generator=torch.Generator().manual_seed(0))
+    return [torch.cat([embeddings(ids) @ x.T for ids in torch.arange(tokens).split(4096)]), head(x).T]
 
 
 def _short(error: Exception) -> str:
